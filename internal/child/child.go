@@ -107,6 +107,38 @@ func Start(ctx context.Context, cmd Command) (*Process, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("starting %s: %w", cmd.Path, err)
 	}
+	p := &Process{path: cmd.Path, done: make(chan struct{})}
+	started := make(chan error, 1)
+	go p.run(cmd, started)
+	if err := <-started; err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// run is the life of the thread that is the process's parent. It ends when the
+// process has ended.
+func (p *Process) run(cmd Command, started chan<- error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+
+	proc, err := Fork(cmd)
+	if err != nil {
+		started <- err
+		return
+	}
+	p.proc = proc
+	started <- nil
+
+	p.err = p.reap()
+	close(p.done)
+}
+
+// Fork starts cmd as Start does, as a child of the calling thread, and leaves it
+// to the caller to reap it. The caller has locked the thread, which must live
+// as long as the child shall. It is for a process that reaps everything, as an
+// init does.
+func Fork(cmd Command) (*os.Process, error) {
 	path, err := lookup(cmd.Path, cmd.Env)
 	if err != nil {
 		return nil, fmt.Errorf("starting %s: %w", cmd.Path, err)
@@ -117,26 +149,10 @@ func Start(ctx context.Context, cmd Command) (*Process, error) {
 	}
 	defer closeNull()
 
-	p := &Process{path: cmd.Path, done: make(chan struct{})}
-	started := make(chan error, 1)
-	go p.run(path, cmd, files, started)
-	if err := <-started; err != nil {
-		return nil, fmt.Errorf("starting %s: %w", cmd.Path, explain(err, path))
-	}
-	return p, nil
-}
-
-// run is the life of the thread that is the process's parent. It ends when the
-// process has ended.
-func (p *Process) run(path string, cmd Command, files []*os.File, started chan<- error) {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-
 	// The fork copies every descriptor that is not close-on-exec. Ours all
 	// are, but for those that this process was itself started with.
 	if err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
-		started <- fmt.Errorf("marking descriptors close-on-exec: %w", err)
-		return
+		return nil, fmt.Errorf("starting %s: marking descriptors close-on-exec: %w", cmd.Path, err)
 	}
 	var sys syscall.SysProcAttr
 	if cmd.Attr != nil {
@@ -152,14 +168,9 @@ func (p *Process) run(path string, cmd Command, files []*os.File, started chan<-
 		Dir: cmd.Dir, Env: env, Files: files, Sys: &sys,
 	})
 	if err != nil {
-		started <- err
-		return
+		return nil, fmt.Errorf("starting %s: %w", cmd.Path, explain(err, path))
 	}
-	p.proc = proc
-	started <- nil
-
-	p.err = p.reap()
-	close(p.done)
+	return proc, nil
 }
 
 // reap blocks until the process has exited, kills what is left of its group,
@@ -200,6 +211,21 @@ func awaitExit(proc *os.Process) error {
 
 // PID is the process's id, which is also the id of its group and session.
 func (p *Process) PID() int { return p.proc.Pid }
+
+// PidFD returns a new descriptor that refers to the process (pidfd_open(2)), for
+// the caller to close. Once it has ended, the error matches os.ErrProcessDone.
+func (p *Process) PidFD() (*os.File, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.reaped {
+		return nil, os.ErrProcessDone
+	}
+	fd, err := unix.PidfdOpen(p.proc.Pid, 0)
+	if err != nil {
+		return nil, fmt.Errorf("opening a pidfd of %s (pid %d): %w", p.path, p.proc.Pid, err)
+	}
+	return os.NewFile(uintptr(fd), "pidfd"), nil
+}
 
 // Done is closed when the process has ended and was reaped.
 func (p *Process) Done() <-chan struct{} { return p.done }
