@@ -10,7 +10,10 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 	"github.com/pierrec/lz4/v4"
-	"github.com/ulikunitz/xz"
+	// Not the better kept ulikunitz/xz: that allocates whatever dictionary a
+	// stream asks for, up to 4 GiB, and has no x86 filter, which Linux applies
+	// to an xz-compressed kernel.
+	"github.com/xi2/xz"
 )
 
 // compressions are those that Linux's build system offers, by the first bytes
@@ -95,12 +98,11 @@ func expandGzip(b []byte, limit int) ([]byte, error) {
 }
 
 func expandXZ(b []byte, limit int) ([]byte, error) {
-	// The dictionary is allocated at the size that the stream asks for, which
-	// its author may choose freely up to 4 GiB.
-	r, err := xz.ReaderConfig{DictCap: maxDictionary, SingleStream: true}.NewReader(bytes.NewReader(b))
+	r, err := xz.NewReader(bytes.NewReader(b), maxDictionary)
 	if err != nil {
 		return nil, err
 	}
+	r.Multistream(false)
 	return readAll(r, limit)
 }
 

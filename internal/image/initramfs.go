@@ -1,0 +1,104 @@
+package image
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"path"
+	"slices"
+	"strings"
+
+	"github.com/capsem/capsem/internal/image/cpio"
+	"github.com/capsem/capsem/internal/image/kernel"
+)
+
+// moduleList is where the guest's init finds what to load: absolute paths of
+// modules, one a line, each after what it depends on.
+const moduleList = "lib/capsem/modules"
+
+// parts are the files from which an initramfs is made.
+type parts struct {
+	relay, busybox []byte
+	release        string
+	modules        []kernel.Module
+}
+
+// initramfs lays out a guest's first root file system. Everything in it belongs
+// to root but for what the recipe says, and lies in the order of its names, which
+// puts a folder before what is in it.
+func initramfs(r Recipe, p parts) ([]byte, error) {
+	l := make(layout)
+	l.add(cpio.Entry{Name: "init", Mode: cpio.File | 0o755, Body: p.relay})
+	// The kernel opens this before init can mount anything on /dev.
+	l.add(cpio.Entry{Name: "dev/console", Mode: cpio.Char | 0o600, Major: 5, Minor: 1})
+	for _, f := range r.Folders {
+		mode, err := f.mode()
+		if err != nil {
+			return nil, err
+		}
+		l.add(cpio.Entry{Name: f.Path, Mode: cpio.Dir | mode, UID: f.Owner, GID: f.Owner})
+	}
+	for _, f := range r.Files {
+		l.add(cpio.Entry{Name: f.Path, Mode: cpio.File | 0o644, Body: []byte(f.Content)})
+	}
+	for _, link := range r.Links {
+		l.add(cpio.Entry{Name: link.Path, Mode: cpio.Symlink | 0o777, Body: []byte(link.Target)})
+	}
+	l.addBusybox(r.Busybox, p.busybox)
+	l.addModules(p.release, p.modules)
+	return l.archive()
+}
+
+// layout collects entries. A name may be added several times; archive reports it.
+type layout map[string][]cpio.Entry
+
+func (l layout) add(e cpio.Entry) { l[e.Name] = append(l[e.Name], e) }
+
+func (l layout) addBusybox(b Busybox, program []byte) {
+	l.add(cpio.Entry{Name: b.File, Mode: cpio.File | 0o755, Body: program})
+	for dir, names := range b.Applets {
+		for _, name := range strings.Fields(names) {
+			if hasApplet(program, name) {
+				l.add(cpio.Entry{Name: path.Join(dir, name), Mode: cpio.Symlink | 0o777, Body: []byte("/" + b.File)})
+			}
+		}
+	}
+}
+
+// hasApplet finds a name in busybox's table of applets, whose entries are
+// strings that each end with a zero byte. It saves running the program.
+func hasApplet(program []byte, name string) bool {
+	return bytes.Contains(program, []byte("\x00"+name+"\x00"))
+}
+
+func (l layout) addModules(release string, modules []kernel.Module) {
+	var list strings.Builder
+	for _, m := range modules {
+		name := path.Join("lib/modules", release, m.Name+".ko")
+		l.add(cpio.Entry{Name: name, Mode: cpio.File | 0o644, Body: m.Object})
+		list.WriteString("/" + name + "\n")
+	}
+	l.add(cpio.Entry{Name: moduleList, Mode: cpio.File | 0o644, Body: []byte(list.String())})
+}
+
+// archive adds the folders that nothing named, and encodes.
+func (l layout) archive() ([]byte, error) {
+	for _, name := range slices.Collect(maps.Keys(l)) {
+		for dir := path.Dir(name); dir != "." && dir != "/" && len(l[dir]) == 0; dir = path.Dir(dir) {
+			l.add(cpio.Entry{Name: dir, Mode: cpio.Dir | 0o755})
+		}
+	}
+	entries := make([]cpio.Entry, 0, len(l))
+	for name, same := range l {
+		if len(same) > 1 {
+			return nil, fmt.Errorf("the recipe has %s more than once", name)
+		}
+		entries = append(entries, same[0])
+	}
+	slices.SortFunc(entries, func(a, b cpio.Entry) int { return strings.Compare(a.Name, b.Name) })
+	var out bytes.Buffer
+	if err := cpio.Write(&out, entries); err != nil {
+		return nil, fmt.Errorf("making the initramfs: %w", err)
+	}
+	return out.Bytes(), nil
+}
