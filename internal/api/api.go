@@ -212,6 +212,8 @@ type ExecRequest struct {
 	TimeoutMS int64 `json:"timeout_ms,omitempty"`
 	// MaxOutput bounds each captured stream, 0 for DefaultMaxOutput.
 	MaxOutput int64 `json:"max_output,omitempty"`
+	// StopAfter ends the VM when this command has, or when its caller is gone.
+	StopAfter bool `json:"stop_after,omitempty"`
 }
 
 // DefaultMaxOutput is how much of each stream a captured exec keeps, in bytes.
@@ -234,6 +236,19 @@ type ExecResult struct {
 	Message    string `json:"message,omitempty"`
 	DurationUS int64  `json:"duration_us"`
 	EventID    string `json:"event_id"`
+}
+
+// RunRequest makes an ephemeral VM, runs one captured command in it and removes
+// it: POST /v1/run.
+type RunRequest struct {
+	Create CreateRequest `json:"create"`
+	Exec   ExecRequest   `json:"exec"`
+}
+
+// RunResult is what came of it. VM is as it was when the command started.
+type RunResult struct {
+	VM   VM         `json:"vm"`
+	Exec ExecResult `json:"exec"`
 }
 
 // FileInfo is a file in the guest: HEAD and GET /v1/vms/{id}/files?path=P (the
@@ -383,4 +398,29 @@ type Image struct {
 // ImageList is every built image.
 type ImageList struct {
 	Images []Image `json:"images"`
+}
+
+// SecretList is the names of secrets, never their values: GET /v1/secrets. PUT
+// and DELETE /v1/secrets/{name} take the value as the body and answer with the
+// name.
+type SecretList struct {
+	Names []string `json:"names"`
+}
+
+// Profile is one profile: GET /v1/profiles. Error says why it does not load.
+type Profile struct {
+	Name        string `json:"name"`
+	File        string `json:"file,omitempty"`
+	Image       string `json:"image,omitempty"`
+	CPUs        int    `json:"cpus,omitempty"`
+	MemoryBytes int64  `json:"memory_bytes,omitempty"`
+	Default     string `json:"default,omitempty"`
+	Servers     int    `json:"servers"`
+	Rules       int    `json:"rules"`
+	Error       string `json:"error,omitempty"`
+}
+
+// ProfileList is every profile, the built-in one first.
+type ProfileList struct {
+	Profiles []Profile `json:"profiles"`
 }

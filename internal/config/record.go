@@ -46,6 +46,10 @@ type VMRecord struct {
 	Spec    VMSpec `json:"spec"`
 	// Incarnation counts the starts of this VM, from 1.
 	Incarnation int `json:"incarnation"`
+	// Ephemeral VMs are deleted when they stop.
+	Ephemeral bool `json:"ephemeral,omitempty"`
+	// RequestKey is the caller's key of the request that created the VM.
+	RequestKey string `json:"request_key,omitempty"`
 }
 
 // VMSpec is what a VM was created with, after command line and profile were put
@@ -86,6 +90,8 @@ type VMState struct {
 	Accelerator string `json:"accelerator,omitempty"`
 	// Isolation says what confines the processes below this one.
 	Isolation string `json:"isolation,omitempty"`
+	// BootMS is how long the start took until then, in milliseconds.
+	BootMS int64 `json:"boot_ms,omitempty"`
 	// ReadyAt is when a command would first have succeeded, zero before that.
 	ReadyAt time.Time `json:"ready_at,omitzero"`
 }
