@@ -97,7 +97,8 @@ type sources struct {
 type kernelFiles struct {
 	release string
 	vmlinux []byte
-	modules []kernel.Module
+	// modules are loaded at boot, available ones can be after that.
+	modules, available []kernel.Module
 }
 
 // sources gets everything that comes from the distribution. Package lists that
@@ -225,11 +226,16 @@ func (b *builder) unpackKernel(ctx context.Context, p debian.Package) (kernelFil
 	if err != nil {
 		return kernelFiles{}, fmt.Errorf("unpacking %s %s: %w", p.Name, p.Version, err)
 	}
-	modules, err := tree.Modules(b.recipe.Modules)
+	boot, err := tree.Modules(b.recipe.Modules)
 	if err != nil {
 		return kernelFiles{}, fmt.Errorf("unpacking %s %s: %w", p.Name, p.Version, err)
 	}
-	return kernelFiles{tree.Release(), vmlinux, modules}, nil
+	// The order is that of the names, so all begins with those of boot.
+	all, err := tree.Modules(slices.Concat(b.recipe.Modules, b.recipe.AvailableModules))
+	if err != nil {
+		return kernelFiles{}, fmt.Errorf("unpacking %s %s: %w", p.Name, p.Version, err)
+	}
+	return kernelFiles{tree.Release(), vmlinux, boot, all[len(boot):]}, nil
 }
 
 // reuse reads the kernel of the current image if unpacking p would give the
@@ -252,14 +258,25 @@ func (b *builder) reuse(p debian.Package) (kernelFiles, bool) {
 	if k.vmlinux, err = readVerified(dir, m, KernelFile); err != nil {
 		return kernelFiles{}, false
 	}
-	for _, name := range m.Modules {
-		object, err := readVerified(dir, m, name)
-		if err != nil {
-			return kernelFiles{}, false
-		}
-		k.modules = append(k.modules, kernel.Module{Name: strings.TrimSuffix(filepath.Base(name), ".ko"), Object: object})
+	if k.modules, err = readModules(dir, m, m.Modules); err != nil {
+		return kernelFiles{}, false
+	}
+	if k.available, err = readModules(dir, m, m.AvailableModules); err != nil {
+		return kernelFiles{}, false
 	}
 	return k, true
+}
+
+func readModules(dir *os.Root, m Manifest, names []string) ([]kernel.Module, error) {
+	var modules []kernel.Module
+	for _, name := range names {
+		object, err := readVerified(dir, m, name)
+		if err != nil {
+			return nil, err
+		}
+		modules = append(modules, kernel.Module{Name: strings.TrimSuffix(filepath.Base(name), ".ko"), Object: object})
+	}
+	return modules, nil
 }
 
 func readVerified(dir *os.Root, m Manifest, name string) ([]byte, error) {
@@ -279,7 +296,7 @@ func readVerified(dir *os.Root, m Manifest, name string) ([]byte, error) {
 
 // assemble makes an image's files, and the manifest that describes them.
 func (b *builder) assemble(src sources, relay []byte) (Manifest, map[string][]byte, error) {
-	initrd, err := initramfs(b.recipe, parts{relay, src.busybox, src.kernel.release, src.kernel.modules})
+	initrd, err := initramfs(b.recipe, parts{relay, src.busybox, src.kernel})
 	if err != nil {
 		return Manifest{}, nil, err
 	}
@@ -295,11 +312,15 @@ func (b *builder) assemble(src sources, relay []byte) (Manifest, map[string][]by
 		m.Packages = append(m.Packages, Package{p.Name, p.Version, p.Architecture, p.SHA256})
 	}
 	content := map[string][]byte{KernelFile: src.kernel.vmlinux, InitrdFile: initrd}
-	for _, module := range src.kernel.modules {
-		name := modulesDir + module.Name + ".ko"
-		content[name] = module.Object
-		m.Modules = append(m.Modules, name)
+	addModules := func(modules []kernel.Module) (names []string) {
+		for _, module := range modules {
+			name := modulesDir + module.Name + ".ko"
+			content[name] = module.Object
+			names = append(names, name)
+		}
+		return names
 	}
+	m.Modules, m.AvailableModules = addModules(src.kernel.modules), addModules(src.kernel.available)
 	for name, body := range content {
 		m.Files = append(m.Files, File{name, int64(len(body)), sum(body)})
 	}

@@ -12,15 +12,18 @@ import (
 	"github.com/capsem/capsem/internal/image/kernel"
 )
 
-// moduleList is where the guest's init finds what to load: absolute paths of
-// modules, one a line, each after what it depends on.
-const moduleList = "lib/capsem/modules"
+// Lists for the guest's init: absolute paths of modules, one a line, each after
+// what it depends on. Those of the first are loaded at boot; a module of the
+// second needs all of the first, and of the second at most the ones before it.
+const (
+	moduleList          = "lib/capsem/modules"
+	availableModuleList = "lib/capsem/modules.available"
+)
 
 // parts are the files from which an initramfs is made.
 type parts struct {
 	relay, busybox []byte
-	release        string
-	modules        []kernel.Module
+	kernel         kernelFiles
 }
 
 // initramfs lays out a guest's first root file system. Everything in it belongs
@@ -28,6 +31,9 @@ type parts struct {
 // puts a folder before what is in it.
 func initramfs(r Recipe, p parts) ([]byte, error) {
 	l := make(layout)
+	// Without this, Linux lets everybody write to the root of its first file
+	// system.
+	l.add(cpio.Entry{Name: ".", Mode: cpio.Dir | 0o755})
 	l.add(cpio.Entry{Name: "init", Mode: cpio.File | 0o755, Body: p.relay})
 	// The kernel opens this before init can mount anything on /dev.
 	l.add(cpio.Entry{Name: "dev/console", Mode: cpio.Char | 0o600, Major: 5, Minor: 1})
@@ -45,7 +51,8 @@ func initramfs(r Recipe, p parts) ([]byte, error) {
 		l.add(cpio.Entry{Name: link.Path, Mode: cpio.Symlink | 0o777, Body: []byte(link.Target)})
 	}
 	l.addBusybox(r.Busybox, p.busybox)
-	l.addModules(p.release, p.modules)
+	l.addModules(moduleList, p.kernel.release, p.kernel.modules)
+	l.addModules(availableModuleList, p.kernel.release, p.kernel.available)
 	return l.archive()
 }
 
@@ -71,14 +78,14 @@ func hasApplet(program []byte, name string) bool {
 	return bytes.Contains(program, []byte("\x00"+name+"\x00"))
 }
 
-func (l layout) addModules(release string, modules []kernel.Module) {
-	var list strings.Builder
+func (l layout) addModules(list, release string, modules []kernel.Module) {
+	var lines strings.Builder
 	for _, m := range modules {
 		name := path.Join("lib/modules", release, m.Name+".ko")
 		l.add(cpio.Entry{Name: name, Mode: cpio.File | 0o644, Body: m.Object})
-		list.WriteString("/" + name + "\n")
+		lines.WriteString("/" + name + "\n")
 	}
-	l.add(cpio.Entry{Name: moduleList, Mode: cpio.File | 0o644, Body: []byte(list.String())})
+	l.add(cpio.Entry{Name: list, Mode: cpio.File | 0o644, Body: []byte(lines.String())})
 }
 
 // archive adds the folders that nothing named, and encodes.

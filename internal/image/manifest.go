@@ -37,9 +37,11 @@ type Manifest struct {
 	RecipeSHA256  string    `json:"recipe_sha256"`
 	RelaySHA256   string    `json:"relay_sha256"`
 	Packages      []Package `json:"packages"`
-	// Modules are the kernel modules among Files in the order in which they
-	// can be loaded.
-	Modules []string `json:"modules"`
+	// Modules are the files of the kernel modules that the guest loads at boot,
+	// AvailableModules those that it can load after them, both in the order in
+	// which that works.
+	Modules          []string `json:"modules"`
+	AvailableModules []string `json:"available_modules"`
 	// Files is sorted by name.
 	Files []File `json:"files"`
 }
@@ -130,7 +132,7 @@ func (m Manifest) check() error {
 		}
 		seen[f.Name] = true
 	}
-	for _, name := range append([]string{KernelFile, InitrdFile}, m.Modules...) {
+	for _, name := range slices.Concat([]string{KernelFile, InitrdFile}, m.Modules, m.AvailableModules) {
 		if !seen[name] {
 			return fmt.Errorf("it has no %.80s", name)
 		}

@@ -17,10 +17,12 @@ type Recipe struct {
 	Architecture string `toml:"architecture"`
 	// Kernel is a package that depends on the newest kernel's package.
 	Kernel string `toml:"kernel"`
-	// Modules are the kernel modules that the guest loads, in this order, each
-	// after what it depends on.
+	// Modules are the kernel modules that the guest loads at boot, in this
+	// order, each after what it depends on.
 	Modules []string `toml:"modules"`
-	Busybox Busybox  `toml:"busybox"`
+	// AvailableModules are those that it may load later.
+	AvailableModules []string `toml:"available_modules"`
+	Busybox          Busybox  `toml:"busybox"`
 	// Links, Folders and Files go into the initramfs. Folders that are missing
 	// above them are made with mode 0755.
 	Links   []Link   `toml:"link"`

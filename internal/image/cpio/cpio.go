@@ -40,7 +40,7 @@ const (
 // Entry is one file of an archive.
 type Entry struct {
 	// Name is a slash-separated path in the form of fs.ValidPath, under 4096
-	// bytes. Directories must come before what they hold: the kernel does not
+	// bytes; "." is the root itself. Directories must come before what they hold: the kernel does not
 	// create them.
 	Name string
 	// Mode is a file type and permission bits.
@@ -75,7 +75,7 @@ func Write(w io.Writer, entries []Entry) error {
 
 func (e Entry) check() error {
 	switch {
-	case !fs.ValidPath(e.Name) || e.Name == "." || e.Name == trailer || len(e.Name) >= maxName:
+	case !fs.ValidPath(e.Name) || e.Name == trailer || len(e.Name) >= maxName:
 		return fmt.Errorf("archive entry %.80q: not a name that an archive can hold", e.Name)
 	case len(e.Body) > math.MaxUint32:
 		return fmt.Errorf("archive entry %.80q: %d bytes are more than the format's 4 GiB", e.Name, len(e.Body))
