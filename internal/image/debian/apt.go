@@ -1,7 +1,6 @@
 package debian
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -72,7 +71,7 @@ func (a *Archive) aptIn(ctx context.Context, dir, program string, args ...string
 	if out.dropped {
 		return nil, fmt.Errorf("%s answered with more than %d bytes", program, maxOutput)
 	}
-	return out.Bytes(), nil
+	return out.b, nil
 }
 
 // command prepares a program in a process group of its own, all of which a
@@ -112,17 +111,15 @@ func explain(err error, cmd *exec.Cmd, messages *tail) error {
 
 // head keeps the first bytes that are written to it.
 type head struct {
-	bytes.Buffer
+	b       []byte
 	limit   int
 	dropped bool
 }
 
 func (h *head) Write(p []byte) (int, error) {
-	keep := p[:min(len(p), h.limit-h.Len())]
+	keep := p[:min(len(p), h.limit-len(h.b))]
 	h.dropped = h.dropped || len(keep) < len(p)
-	if _, err := h.Buffer.Write(keep); err != nil {
-		return 0, err
-	}
+	h.b = append(h.b, keep...)
 	return len(p), nil
 }
 
