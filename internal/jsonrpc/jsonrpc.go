@@ -165,7 +165,7 @@ func (s *scanner) judge(m *Message) (Detail, int) {
 		return s.fault, s.faultAt
 	}
 	version := s.members[memberVersion]
-	if v, ok := String(s.b[version.value.start:version.value.end]); !ok || v != "2.0" {
+	if v := s.b[version.value.start:version.value.end]; len(v) == 0 || v[0] != '"' || !sameName(v[1:len(v)-1], "2.0") {
 		return Version, version.value.start
 	}
 	if id := s.members[memberID]; id.set {

@@ -12,8 +12,9 @@ import (
 type names struct {
 	seed   maphash.Seed
 	seeded bool
-	list   []name
-	few    [32]name // list's first backing, so that most messages allocate none
+	count  int
+	few    [32]name // the first names, so that most messages need no heap
+	more   []name   // the others
 }
 
 // name is one member name: where it stands between its quotes, and the hash of
@@ -27,11 +28,12 @@ type name struct {
 // table.
 const linear = 16
 
-// nameSet is the names of one open object: list[base:] while it is the innermost.
+// nameSet is the names of one open object: those from base on, while it is the
+// innermost.
 type nameSet struct {
 	base int
 	fold bool // names that differ only in case clash
-	// slots is an open-addressed hash table of indices into list, plus one; nil
+	// slots is an open-addressed hash table of the names' indices, plus one; nil
 	// as long as the object has few names. Its size is a power of two.
 	slots []uint32
 }
@@ -40,14 +42,32 @@ type nameSet struct {
 func (n *names) open(fold bool) nameSet {
 	if !n.seeded {
 		n.seed, n.seeded = maphash.MakeSeed(), true
-		n.list = n.few[:0]
 	}
-	return nameSet{base: len(n.list), fold: fold}
+	return nameSet{base: n.count, fold: fold}
 }
 
 // close ends the innermost object, which is set.
 func (n *names) close(set *nameSet) {
-	n.list = n.list[:set.base]
+	n.count = set.base
+	n.more = n.more[:max(0, n.count-len(n.few))]
+}
+
+// at returns the name of an index below count.
+func (n *names) at(i int) name {
+	if i < len(n.few) {
+		return n.few[i]
+	}
+	return n.more[i-len(n.few)]
+}
+
+// push appends a name.
+func (n *names) push(nm name) {
+	if n.count < len(n.few) {
+		n.few[n.count] = nm
+	} else {
+		n.more = append(n.more, nm)
+	}
+	n.count++
 }
 
 // add puts a name into the innermost object. It returns DuplicateMember or
@@ -63,8 +83,8 @@ func (n *names) add(b []byte, set *nameSet, at span, escaped bool) Detail {
 	}
 	nm := name{uint32(at.start), uint32(at.end), maphash.Bytes(n.seed, content)}
 	if set.slots == nil {
-		for _, o := range n.list[set.base:] {
-			if o.hash == nm.hash {
+		for i := set.base; i < n.count; i++ {
+			if o := n.at(i); o.hash == nm.hash {
 				if d := clash(b, o, nm, set.fold); d != "" {
 					return d
 				}
@@ -73,9 +93,9 @@ func (n *names) add(b []byte, set *nameSet, at span, escaped bool) Detail {
 	} else if d := n.lookup(b, set, nm); d != "" {
 		return d
 	}
-	n.list = append(n.list, nm)
-	if count := len(n.list) - set.base; count > linear {
-		n.index(set, count)
+	n.push(nm)
+	if n.count-set.base > linear {
+		n.index(set)
 	}
 	return ""
 }
@@ -84,7 +104,7 @@ func (n *names) add(b []byte, set *nameSet, at span, escaped bool) Detail {
 func (n *names) lookup(b []byte, set *nameSet, nm name) Detail {
 	mask := uint64(len(set.slots) - 1)
 	for at := nm.hash & mask; set.slots[at] != 0; at = (at + 1) & mask {
-		if o := n.list[set.slots[at]-1]; o.hash == nm.hash {
+		if o := n.at(int(set.slots[at]) - 1); o.hash == nm.hash {
 			if d := clash(b, o, nm, set.fold); d != "" {
 				return d
 			}
@@ -93,17 +113,17 @@ func (n *names) lookup(b []byte, set *nameSet, nm name) Detail {
 	return ""
 }
 
-// index enters the last of the object's count names into its table, or all of
-// them where the table is new or has become too small.
-func (n *names) index(set *nameSet, count int) {
-	from := len(n.list) - 1
-	if 2*count > len(set.slots) {
+// index enters the last of the object's names into its table, or all of them where
+// the table is new or has become too small.
+func (n *names) index(set *nameSet) {
+	from := n.count - 1
+	if 2*(n.count-set.base) > len(set.slots) {
 		set.slots = make([]uint32, max(8*linear, 2*len(set.slots)))
 		from = set.base
 	}
 	mask := uint64(len(set.slots) - 1)
-	for i := from; i < len(n.list); i++ {
-		at := n.list[i].hash & mask
+	for i := from; i < n.count; i++ {
+		at := n.at(i).hash & mask
 		for set.slots[at] != 0 {
 			at = (at + 1) & mask
 		}

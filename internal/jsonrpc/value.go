@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"iter"
+	"slices"
 	"strings"
 	"unicode/utf8"
 )
@@ -47,7 +48,7 @@ func find(raw []byte, name string) (at span, ok bool) {
 	return at, ok
 }
 
-// sameName reports whether what stands between a name's quotes means name.
+// sameName reports whether what stands between a string's quotes means name.
 func sameName(key []byte, name string) bool {
 	if bytes.IndexByte(key, '\\') < 0 {
 		return string(key) == name
@@ -265,7 +266,7 @@ func Text(raw json.RawMessage) string {
 		if bytes.IndexByte(content, '\\') < 0 {
 			out.Write(content)
 		} else {
-			scratch = unescape(scratch[:0], content)
+			scratch = unescape(slices.Grow(scratch[:0], len(content)), content)
 			out.Write(scratch)
 		}
 		i = end
