@@ -49,7 +49,7 @@ func vmlinux(t testing.TB, note uint32) []byte {
 	b := append(elfHeader(t, 2, 64, 0, 1, 0),
 		le(t, uint32(4), uint32(4), uint64(at), uint64(0), uint64(0), uint64(len(notes)), uint64(len(notes)), uint64(4))...)
 	b = append(b, notes...)
-	return append(b, bytes.Repeat([]byte("kernel code "), 5000)...)
+	return append(b, bytes.Repeat([]byte("kernel code "), 200)...)
 }
 
 // module is a relocatable ELF file with the given .modinfo.
