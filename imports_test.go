@@ -34,12 +34,12 @@ var layers = [][]string{
 		"child", "config", "confine", "event", "frame", "jsonrpc", "msgpack", "route", "vm",
 	},
 	{ // contracts between processes, and parts with one noun
-		"api", "guestproto", "image/cpio", "image/debian", "image/kernel", "inspect", "relay/command", "toolproto",
-		"vm/qemu/vhostvsock", "workspace",
+		"api", "guestproto", "image/cpio", "image/debian", "image/kernel", "inspect", "relay/command", "relay/doctor",
+		"relay/pid1", "relay/vsocknet", "toolproto", "vm/qemu/vhostvsock", "workspace",
 	},
 	{ // one side of one boundary each
 		"aggregator", "builtin", "client", "egress", "endpoint", "gate", "guest", "hosttool", "image", "launch",
-		"ledger", "policy", "relay", "upstream", "vm/fakevm", "vm/qemu", "vm/vmtest", "vm/vz",
+		"ledger", "policy", "relay", "relay/system", "upstream", "vm/fakevm", "vm/qemu", "vm/vmtest", "vm/vz",
 	},
 	{ // what puts the sides together
 		"cli", "mcptools", "service", "session",
@@ -70,7 +70,10 @@ var seals = map[string][]string{
 	"builtin":     {"builtin", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
 	"capsem":      {"api", "cli", "client", "config", "event", "frame", "guestproto", "msgpack"},
 	"capsem-mcp":  {"api", "client", "config", "event", "frame", "guestproto", "mcptools", "msgpack"},
-	"guest-relay": {"event", "frame", "guestproto", "jsonrpc", "msgpack", "relay", "relay/command"},
+	"guest-relay": {
+		"event", "frame", "guestproto", "jsonrpc", "msgpack", "relay", "relay/command", "relay/doctor", "relay/pid1",
+		"relay/system", "relay/vsocknet",
+	},
 	"capsemd": {
 		"api", "child", "config", "confine", "egress", "endpoint", "event", "frame", "gate", "guest", "guestproto",
 		"hosttool", "image", "image/cpio", "image/debian", "image/kernel", "inspect", "jsonrpc", "launch", "ledger", "msgpack",
