@@ -8,6 +8,8 @@
 // and both ends apply it to what they read and to what they write.
 package guestproto
 
+import "time"
+
 // The vsock ports of the host (PortControl, PortMCP) and of the guest
 // (PortStreams). Every other port refuses.
 const (
@@ -30,3 +32,7 @@ const (
 	// direction of a connection.
 	Window = 256 << 10
 )
+
+// KillAfter is how long a guest gives a command between TERM and KILL once its
+// time is over. A host waits longer than that before it gives a guest up.
+const KillAfter = 2 * time.Second
