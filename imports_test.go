@@ -66,10 +66,10 @@ var suites = []string{"gate", "relay", "vm/fakevm", "vm/vmtest"}
 // it. What is not listed it cannot do: the aggregator has no code that opens a
 // ledger.
 var seals = map[string][]string{
-	"aggregator":  {"aggregator", "child", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
-	"builtin":     {"builtin", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
-	"capsem":      {"api", "cli", "client", "config", "event", "frame", "guestproto", "msgpack"},
-	"capsem-mcp":  {"api", "client", "config", "event", "frame", "guestproto", "mcptools", "msgpack"},
+	"aggregator": {"aggregator", "child", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
+	"builtin":    {"builtin", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
+	"capsem":     {"api", "cli", "client", "config", "event", "frame", "guestproto", "msgpack"},
+	"capsem-mcp": {"api", "client", "config", "event", "frame", "guestproto", "mcptools", "msgpack"},
 	"guest-relay": {
 		"event", "frame", "guestproto", "jsonrpc", "msgpack", "relay", "relay/command", "relay/doctor", "relay/pid1",
 		"relay/system", "relay/vsocknet",
