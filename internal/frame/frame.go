@@ -31,8 +31,9 @@ const (
 	// keepFrames is how many frames in a row must have needed less than a
 	// quarter of a Reader's buffer before it is replaced by a small one.
 	keepFrames = 64
-	// coalesce is how much a Writer copies together into one write, in bytes.
-	coalesce = 64 << 10
+	// coalesce is how much a Writer copies together into one write, in bytes: 64
+	// KiB of data and an envelope.
+	coalesce = 72 << 10
 	// emptyReads is how many reads in a row may return neither bytes nor an
 	// error.
 	emptyReads = 100
@@ -189,7 +190,7 @@ type Writer struct {
 
 // NewWriter returns a Writer of frames to dst, none longer than limit bytes. On
 // TCP and Unix sockets a frame is one writev. On everything else a
-// frame of up to 64 KiB is one Write; of a longer one, parts that are longer than
+// frame of up to 72 KiB is one Write; of a longer one, parts that are longer than
 // that go out by themselves, uncopied.
 func NewWriter(dst io.Writer, limit int) *Writer {
 	w := &Writer{dst: dst, max: bound(limit)}

@@ -42,7 +42,7 @@ func pattern(n int) []byte {
 
 func TestFramesArriveWholeHoweverTheStreamIsCut(t *testing.T) {
 	var want [][]byte
-	for _, n := range []int{0, 1, 4, 5, 1000, 4091, 4092, 4093, 64<<10 - 4, 64 << 10, 64<<10 + 1, 100_000, 0, 3} {
+	for _, n := range []int{0, 1, 4, 5, 1000, 4091, 4092, 4093, 72<<10 - 5, 72<<10 - 4, 72<<10 - 3, 72 << 10, 100_000, 0, 3} {
 		want = append(want, pattern(n))
 	}
 	wire := encode(t, want...)
@@ -174,8 +174,8 @@ func (c *chunks) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-func TestFrameOfUpTo64KiBIsOneWrite(t *testing.T) {
-	for _, n := range []int{0, 1, 1024, 64<<10 - frame.HeaderSize} {
+func TestFrameOfUpTo72KiBIsOneWrite(t *testing.T) {
+	for _, n := range []int{0, 1, 1024, 72<<10 - frame.HeaderSize} {
 		var c chunks
 		if err := frame.NewWriter(&c, limit).WriteFrame(make([]byte, n/2), make([]byte, n-n/2)); err != nil {
 			t.Fatal(err)
@@ -187,7 +187,7 @@ func TestFrameOfUpTo64KiBIsOneWrite(t *testing.T) {
 }
 
 func TestPartsOfLongFramesArriveInOrder(t *testing.T) {
-	parts := [][]byte{pattern(10), nil, pattern(70_000), {}, pattern(3), pattern(100_000)}
+	parts := [][]byte{pattern(10), nil, pattern(73_800), {}, pattern(3), pattern(100_000)}
 	var c bytes.Buffer
 	if err := frame.NewWriter(&c, limit).WriteFrame(parts...); err != nil {
 		t.Fatal(err)
