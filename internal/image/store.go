@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"syscall"
 	"time"
 
@@ -61,9 +60,7 @@ func listName(images, name string) ([]Stored, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listing images: %w", err)
 	}
-	// Without a readable pointer no image is the current one; that is what
-	// Open reports.
-	current, _ := resolve(images, Ref{Name: name})
+	current, _ := resolve(images, Ref{Name: name}) // without a readable pointer, none is current: Open reports it
 	var some []Stored
 	for _, d := range digests {
 		if d.IsDir() && digestForm.MatchString(d.Name()) {
@@ -302,5 +299,5 @@ func explainFull(err error, m Manifest) error {
 	}
 	const mega = 1_000_000
 	return fmt.Errorf("%w: the image needs %d MB: free some (\"capsem image prune\" removes images that are not used), then run \"capsem image build %s\"",
-		err, m.Size()/mega+1, strings.TrimSpace(m.Name))
+		err, m.Size()/mega+1, m.Name)
 }
