@@ -31,7 +31,8 @@ func program(t *testing.T, class byte, machine uint16, segment uint32) []byte {
 		progs = 1
 	}
 	for _, v := range []any{
-		[]byte{0x7f, 'E', 'L', 'F', class, 1, 1, 0}, uint64(0), uint16(2), machine, uint32(1), uint64(0), uint64(64), uint64(0),
+		[]byte{0x7f, 'E', 'L', 'F', class, 1, 1, 0},
+		uint64(0), uint16(2), machine, uint32(1), uint64(0), uint64(64), uint64(0),
 		uint32(0), uint16(64), uint16(56), progs, uint16(64), uint16(0), uint16(0),
 		segment, uint32(0), uint64(0), uint64(0), uint64(0), uint64(0), uint64(0), uint64(0),
 	} {
