@@ -10,13 +10,13 @@ tool := "go tool -modfile=tools/go.mod"
 # List the recipes
 [private]
 default:
-    @just --justfile '{{ justfile() }}' --list --unsorted
+    @'{{ just_executable() }}' --justfile '{{ justfile() }}' --list --unsorted
 
 # Fetch everything that building, testing and linting use
 setup: _peers
     go mod download
     go mod download -modfile=tools/go.mod
-    @just --justfile '{{ justfile() }}' _golangci-lint
+    @'{{ just_executable() }}' --justfile '{{ justfile() }}' _golangci-lint
 
 # Build all programs into bin/
 build:
