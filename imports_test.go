@@ -45,7 +45,7 @@ var layers = [][]string{
 		"cli", "mcptools", "service", "session",
 	},
 	{
-		"reference",
+		"reference", "vm/vmtest/guest",
 	},
 }
 
