@@ -289,31 +289,35 @@ type SQLRequest struct {
 type SQLResult struct {
 	Columns []string            `json:"columns"`
 	Rows    [][]json.RawMessage `json:"rows"`
-	// Truncated says that there were more rows than the limit.
-	Truncated bool `json:"truncated,omitempty"`
+	// Truncated names the limit that cut the result ("rows" or "bytes").
+	Truncated string `json:"truncated,omitempty"`
 }
 
 // TimelineEntry is one thing that happened: GET /v1/vms/{id}/timeline?layers=
-// &since=&trace=&limit=&before=.
+// &since=&trace=&limit=&before=. Text in it may be the guest's.
 type TimelineEntry struct {
-	Timestamp string `json:"timestamp"`
-	Layer     string `json:"layer"`
-	EventID   string `json:"event_id"`
-	TraceID   string `json:"trace_id,omitempty"`
-	Initiator string `json:"initiator,omitempty"`
-	Summary   string `json:"summary"`
-	Status    string `json:"status,omitempty"`
-	Decision  string `json:"decision,omitempty"`
-	Rule      string `json:"rule,omitempty"`
+	Timestamp     string `json:"timestamp"`
+	Layer         string `json:"layer"`
+	EventID       string `json:"event_id"`
+	TraceID       string `json:"trace_id,omitempty"`
+	InitiatorKind string `json:"initiator_kind,omitempty"`
+	InitiatorID   string `json:"initiator_id,omitempty"`
+	Process       string `json:"process_name,omitempty"`
+	// Subject says what it is about: a tool, a command, a URL, a rule.
+	Subject  string `json:"subject"`
+	Status   string `json:"status,omitempty"`
+	Decision string `json:"decision,omitempty"`
+	Rule     string `json:"rule_id,omitempty"`
+	Detail   string `json:"detail,omitempty"`
 	// DurationUS is 0 where the thing has no length.
 	DurationUS int64 `json:"duration_us,omitempty"`
 }
 
-// Timeline is a page, newest first. Before is the cursor of the next page, ""
-// when there is none.
+// Timeline is a page, newest first. Next is the cursor (`before`) of the page
+// after it, "" after the last.
 type Timeline struct {
 	Entries []TimelineEntry `json:"entries"`
-	Before  string          `json:"before,omitempty"`
+	Next    string          `json:"next,omitempty"`
 }
 
 // Logs is what a VM and its processes printed: GET /v1/vms/{id}/logs?source=

@@ -274,3 +274,17 @@ func decode(r io.Reader, out any) error {
 	}
 	return nil
 }
+
+// Put sends bytes as they are as the body of a PUT.
+func (c *Client) Put(ctx context.Context, path string, body []byte, out any) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPut, base+path, bytes.NewReader(body))
+	if err != nil {
+		return fmt.Errorf("making a request: %w", err)
+	}
+	req.Header = c.header.Clone()
+	resp, err := c.roundTrip(req)
+	if err != nil {
+		return err
+	}
+	return errors.Join(decode(resp.Body, out), resp.Body.Close())
+}

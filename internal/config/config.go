@@ -107,3 +107,21 @@ func (e Errors) Unwrap() []error {
 	}
 	return errs
 }
+
+// daemonVariables are what the background processes keep of the environment:
+// where programs, the home and the sockets are, and how to trust and name
+// things. Everything else, secrets of the person's shell among it, stays out.
+var daemonVariables = []string{
+	EnvHome, EnvAccelerator, "HOME", "LANG", "LOGNAME", "PATH", "SHELL", "SSL_CERT_DIR", "SSL_CERT_FILE", "TMPDIR", "USER", "XDG_RUNTIME_DIR",
+}
+
+// Daemon is the environment with which the background processes run.
+func (e Env) Daemon() []string {
+	var kept []string
+	for _, name := range daemonVariables {
+		if value, set := e(name); set {
+			kept = append(kept, name+"="+value)
+		}
+	}
+	return kept
+}

@@ -44,6 +44,8 @@ type Error struct {
 	Message string
 	// Data is a JSON value or nil.
 	Data json.RawMessage
+	// Rule is the id of the rule that blocked, "" for any other failure.
+	Rule string
 }
 
 // Error makes an Error usable as a Go error.

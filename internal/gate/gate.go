@@ -36,11 +36,11 @@ type Recorder interface {
 }
 
 // Receipt is a recorder's name for an event that it has begun.
-type Receipt any
+type Receipt = any
 
 // Act is the effect that an event stands for. It is called at most once, and
 // reports failures in the outcome.
-type Act func(ctx context.Context) event.Outcome
+type Act = func(ctx context.Context) event.Outcome
 
 // Gate judges and records. The zero value is not usable: see New.
 type Gate struct {
@@ -120,7 +120,7 @@ func carryOut(ctx context.Context, act Act) (out event.Outcome) {
 
 func refuse(v event.Verdict) (event.Verdict, event.Outcome) {
 	v.Decision = event.Block
-	return v, event.Outcome{Status: event.Blocked, Error: &event.Error{Message: Refusal(v)}}
+	return v, event.Outcome{Status: event.Blocked, Error: &event.Error{Message: Refusal(v), Rule: v.Rule}}
 }
 
 // Refusal is the sentence that a caller is told about a verdict that blocks.

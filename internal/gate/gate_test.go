@@ -61,11 +61,13 @@ func TestWhatIsAllowedIsRecordedBeforeAndAfter(t *testing.T) {
 func TestNothingHappensWithoutAVerdictThatAllows(t *testing.T) {
 	for name, j := range map[string]judge{
 		"zero verdict": func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{} },
-		"block":        func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: event.Block, Rule: "r"} },
-		"ask":          func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: event.Ask} },
-		"rewrite":      func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: event.Rewrite} },
-		"unknown":      func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: 99} },
-		"panic":        func(event.Phase, *event.Outcome) event.Verdict { panic("boom") },
+		"block": func(event.Phase, *event.Outcome) event.Verdict {
+			return event.Verdict{Decision: event.Block, Rule: "r"}
+		},
+		"ask":     func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: event.Ask} },
+		"rewrite": func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: event.Rewrite} },
+		"unknown": func(event.Phase, *event.Outcome) event.Verdict { return event.Verdict{Decision: 99} },
+		"panic":   func(event.Phase, *event.Outcome) event.Verdict { panic("boom") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			rec := &tape{}
