@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/capsem/capsem/internal/event"
@@ -19,6 +20,8 @@ import (
 const (
 	// maxQueuedMessages is how many messages may wait to be read by it.
 	maxQueuedMessages = 4096
+	// overhead is what a message counts for beside its payload, in bytes.
+	overhead = 256
 	// stallWait is how long it may leave a message unread.
 	stallWait = 30 * time.Second
 	// floodBurst messages that answer no call may come at once, and floodRate a
@@ -139,7 +142,10 @@ func (l *life) end() {
 
 // send queues a message of about size bytes. It never blocks.
 func (l *life) send(m *toolproto.Message, size int) *event.Error {
-	size += 256
+	if size > toolproto.MaxPayload {
+		return l.u.failure(jsonrpc.CodeTransport, "a message of %d bytes for server %s is over the limit of %d", size, l.u.Name(), toolproto.MaxPayload)
+	}
+	size += overhead
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.queued+size > MaxQueued {
@@ -158,15 +164,15 @@ func (l *life) send(m *toolproto.Message, size int) *event.Error {
 func size(m *toolproto.Message) int {
 	switch {
 	case m.Call != nil:
-		return 256 + len(m.Call.Params)
+		return overhead + len(m.Call.Params)
 	case m.Notify != nil:
-		return 256 + len(m.Notify.Params)
+		return overhead + len(m.Notify.Params)
 	case m.ServerResult != nil:
-		return 256 + len(m.ServerResult.Message)
+		return overhead + len(m.ServerResult.Message)
 	case m.HTTPResult != nil:
-		return 256 + len(m.HTTPResult.Body)
+		return overhead + len(m.HTTPResult.Body)
 	}
-	return 256
+	return overhead
 }
 
 // write is the only writer to the process.
@@ -181,13 +187,15 @@ func (l *life) write() {
 			l.mu.Lock()
 			l.queued -= size(m)
 			l.mu.Unlock()
-			if errors.Is(err, os.ErrDeadlineExceeded) {
+			switch {
+			case err == nil:
+			case errors.Is(err, os.ErrDeadlineExceeded):
 				l.fail(&protocolError{fmt.Sprintf("it has not read its input for %s", stallWait)})
 				return
-			}
-			if err != nil {
-				// The reader says why, when the process has ended.
-				l.u.opts.Log.Debug("a tool process cannot be written to", "server", l.u.Name(), "error", err)
+			case errors.Is(err, syscall.EPIPE):
+				return // the reader learns why
+			default:
+				l.fail(fmt.Errorf("its process cannot be told anything: %w", err))
 				return
 			}
 		case <-l.failed:
