@@ -254,8 +254,13 @@ type RunResult struct {
 // FileInfo is a file in the guest: HEAD and GET /v1/vms/{id}/files?path=P (the
 // bytes, with this as the Capsem-File header) and PUT of the same (answered
 // with this). Mode is octal permission bits.
+//
+// GET takes &offset=N&limit=N in bytes as well; what is a part is then answered
+// with status 206. PUT takes &mode=0644, &append=true, and &parents=true, which
+// makes the folders that are missing on the way.
 type FileInfo struct {
-	Path   string `json:"path"`
+	Path string `json:"path"`
+	// Size is of the whole file, also where a part of it is sent.
 	Size   int64  `json:"size"`
 	Mode   string `json:"mode"`
 	Mtime  string `json:"mtime,omitempty"`
