@@ -33,9 +33,10 @@ const LogPath = "/tmp/capsem-init.log"
 
 // Config is what differs between images and is not found out by looking.
 type Config struct {
-	// Agent is the program and arguments of the agent. It is given PowerFD and
-	// the stages of the boot in StagesEnv.
-	Agent []string
+	// Program is the agent's file and Args its arguments, its name first. It is
+	// given PowerFD, and the stages of the boot in StagesEnv.
+	Program string
+	Args    []string
 	// Links are made before the agent starts: path → target.
 	Links [][2]string
 	// Hostname is the name until the host says another.

@@ -141,7 +141,7 @@ func (g *guest) startAgent() error {
 		"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 		StagesEnv + "=" + FormatStages(g.log.stages),
 	}
-	pid, err := syscall.ForkExec(g.config.Agent[0], g.config.Agent, &syscall.ProcAttr{
+	pid, err := syscall.ForkExec(g.config.Program, g.config.Args, &syscall.ProcAttr{
 		Dir:   "/",
 		Env:   env,
 		Files: files,
