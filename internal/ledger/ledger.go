@@ -8,9 +8,9 @@
 // What the process leaves pending when it dies becomes "interrupted" by Recover
 // or by the next Open.
 //
-// Commits are grouped without a timer: a writer that is idle commits at once,
+// Commits are grouped without a timer: who finds nobody writing commits at once,
 // and what arrives during a commit is the next batch. Hashing and compressing
-// happen in the caller's goroutine. When the disk is full or fails, Begin says
+// happen before that, side by side. When the disk is full or fails, Begin says
 // so, nothing that was acknowledged is lost, and writing works again as soon as
 // there is space.
 //
@@ -57,7 +57,8 @@ const (
 	MaxText = 4096
 	// MaxBatch is how many rows one commit takes before it stops adding calls.
 	MaxBatch = 256
-	// MaxQueue is how many calls wait for the writer; more wait at the door.
+	// MaxQueue is how many calls wait for a commit with their rows made; more
+	// wait at the door, where they can be cancelled.
 	MaxQueue = 1024
 	// DefaultBodyQuota is how many bytes of bodies, as stored, a ledger keeps.
 	DefaultBodyQuota = 1 << 30
@@ -100,17 +101,12 @@ type Ledger struct {
 	zstd    *zstd.Encoder
 	repeats *repeats
 
-	conn  *conn // used by the writer goroutine alone
-	queue chan *op
-	done  chan struct{} // closed when the writer goroutine has ended
-	ops   sync.Pool
-
-	// door guards closed: senders hold it shared, Close exclusively.
-	door   sync.RWMutex
-	closed bool
+	writer writer
+	conn   *conn // used by whoever has the writer's turn
+	ops    sync.Pool
 
 	bodies    atomic.Int64 // bytes of bodies kept, with those on their way
-	keptTotal int64        // the same as committed; the writer's
+	keptTotal int64        // the same as committed; guarded as conn is
 	overQuota atomic.Bool  // a row has said so
 	recovered Recovered
 }
@@ -184,14 +180,13 @@ func open(ctx context.Context, path string, options Options) (*Ledger, error) {
 	}
 	l := &Ledger{
 		path: path, options: options, lock: lock,
-		queue: make(chan *op, MaxQueue), done: make(chan struct{}),
+		writer: writer{places: make(chan struct{}, MaxQueue)},
 	}
 	l.ops.New = func() any { return newOp() }
 	l.repeats = newRepeats(l.writeRepeat)
 	if err := l.start(); err != nil {
 		return nil, errors.Join(err, lock.release())
 	}
-	go l.write()
 	if l.recovered.Total() > 0 {
 		if err := l.VMEvent(ctx, "recovered", "interrupted: "+l.recovered.String()); err != nil {
 			return nil, errors.Join(err, l.Close())
@@ -233,7 +228,7 @@ func refuseSealed(path string) error {
 	return nil
 }
 
-// start readies everything that the writer goroutine uses.
+// start readies everything that writing uses.
 func (l *Ledger) start() (err error) {
 	if err := createPrivate(l.path); err != nil {
 		return err
@@ -246,6 +241,9 @@ func (l *Ledger) start() (err error) {
 			l.conn.close()
 		}
 	}()
+	if err := l.conn.configure(); err != nil {
+		return err
+	}
 	if err := l.conn.migrate(l.path, migrations()); err != nil {
 		return err
 	}
@@ -290,8 +288,8 @@ func (l *Ledger) VMEvent(ctx context.Context, kind, detail string) error {
 	return err
 }
 
-// Close writes what is counted but not yet written, waits for the writer, and
-// gives the lock back. It can be called again.
+// Close writes what is counted but not yet written, waits for calls that are
+// under way, and gives the lock back. It can be called again.
 func (l *Ledger) Close() error {
 	if !l.shut() {
 		return nil
@@ -300,18 +298,10 @@ func (l *Ledger) Close() error {
 	return errors.Join(l.zstd.Close(), l.lock.release())
 }
 
-// shut ends the writer; it is false when that was done before.
+// shut ends writing; it is false when that was done before.
 func (l *Ledger) shut() bool {
 	l.repeats.close()
-	l.door.Lock()
-	was := l.closed
-	l.closed = true
-	if !was {
-		close(l.queue)
-	}
-	l.door.Unlock()
-	<-l.done
-	return !was
+	return l.writer.close()
 }
 
 // Seal closes the ledger for good: everything is in one file, which nobody may

@@ -14,12 +14,17 @@ func migrations() []string {
 	return []string{schemaSQL()}
 }
 
+// configure sets what belongs to the connection. A checkpoint costs two syncs
+// and stalls one commit, so it is done every 16 MiB of log, not every 4; what
+// the log once took is given back down to 64 MiB.
+func (c *conn) configure() error {
+	return c.script(`PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA cache_size=-8192;
+		PRAGMA wal_autocheckpoint=4096; PRAGMA journal_size_limit=67108864`)
+}
+
 // migrate brings the database to the version that steps lead to. A database
 // that has rows is backed up beside itself first.
 func (c *conn) migrate(path string, steps []string) error {
-	if err := c.script("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA journal_size_limit=67108864"); err != nil {
-		return err
-	}
 	version, err := c.number("PRAGMA user_version")
 	if err != nil {
 		return err

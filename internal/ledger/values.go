@@ -169,29 +169,29 @@ func appendString(b []byte, s string) []byte {
 // judgedEvent is what security_rule_events keeps of the event: what was judged,
 // without bodies.
 type judgedEvent struct {
-	Type           event.Type           `json:"type"`
-	Intent         event.Intent         `json:"intent,omitempty"`
-	VM             string               `json:"vm,omitempty"`
-	InitiatorKind  event.InitiatorKind  `json:"initiator_kind,omitempty"`
-	InitiatorID    string               `json:"initiator_id,omitempty"`
-	Actor          string               `json:"actor,omitempty"`
-	Process        string               `json:"process,omitempty"`
-	Detail         string               `json:"detail,omitempty"`
-	Method         string               `json:"method,omitempty"`
-	Server         string               `json:"server,omitempty"`
-	Tool           string               `json:"tool,omitempty"`
-	Effect         event.Effect         `json:"effect,omitempty"`
-	Changed        bool                 `json:"definition_changed,omitempty"`
-	Resource       string               `json:"resource,omitempty"`
-	Prompt         string               `json:"prompt,omitempty"`
-	URL            string               `json:"url,omitempty"`
-	RedirectedFrom string               `json:"redirected_from,omitempty"`
-	Argv           json.RawMessage      `json:"argv,omitempty"`
-	Cwd            string               `json:"cwd,omitempty"`
-	User           string               `json:"user,omitempty"`
-	Op             string               `json:"op,omitempty"`
-	Path           string               `json:"path,omitempty"`
-	Size           int64                `json:"size,omitempty"`
+	Type           event.Type          `json:"type"`
+	Intent         event.Intent        `json:"intent,omitempty"`
+	VM             string              `json:"vm,omitempty"`
+	InitiatorKind  event.InitiatorKind `json:"initiator_kind,omitempty"`
+	InitiatorID    string              `json:"initiator_id,omitempty"`
+	Actor          string              `json:"actor,omitempty"`
+	Process        string              `json:"process,omitempty"`
+	Detail         string              `json:"detail,omitempty"`
+	Method         string              `json:"method,omitempty"`
+	Server         string              `json:"server,omitempty"`
+	Tool           string              `json:"tool,omitempty"`
+	Effect         event.Effect        `json:"effect,omitempty"`
+	Changed        bool                `json:"definition_changed,omitempty"`
+	Resource       string              `json:"resource,omitempty"`
+	Prompt         string              `json:"prompt,omitempty"`
+	URL            string              `json:"url,omitempty"`
+	RedirectedFrom string              `json:"redirected_from,omitempty"`
+	Argv           json.RawMessage     `json:"argv,omitempty"`
+	Cwd            string              `json:"cwd,omitempty"`
+	User           string              `json:"user,omitempty"`
+	Op             string              `json:"op,omitempty"`
+	Path           string              `json:"path,omitempty"`
+	Size           int64               `json:"size,omitempty"`
 }
 
 func eventJSON(ev *event.Event) []byte {

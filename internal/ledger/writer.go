@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
+	"sync"
 
 	sqlite3 "modernc.org/sqlite/lib"
 )
@@ -49,12 +51,12 @@ type op struct {
 	values  []value
 	scratch []byte
 	redact  *Redactor
-	synced  bool // a block or an ask: the batch is synced
+	synced  bool  // a block or an ask: the batch is synced
 	kept    int64 // bytes of bodies that were counted against the quota
 	twice   int64 // those of them that were there already
 	id      int64 // of the first row, set by the writer
 	err     error // set by the writer
-	done    chan struct{}
+	turn    chan turn
 }
 
 // row is one statement with its values, values[from:to] of the op.
@@ -67,7 +69,7 @@ type row struct {
 const maxPooled = 256 << 10
 
 func newOp() *op {
-	return &op{values: make([]value, 0, 128), scratch: make([]byte, 0, 8<<10), done: make(chan struct{}, 1)}
+	return &op{values: make([]value, 0, 128), scratch: make([]byte, 0, 8<<10), turn: make(chan turn, 1)}
 }
 
 func (l *Ledger) newOp() *op {
@@ -81,69 +83,119 @@ func (l *Ledger) freeOp(o *op) {
 		return
 	}
 	clear(o.values)
-	done := o.done
-	*o = op{rows: o.rows[:0], values: o.values[:0], scratch: o.scratch[:0], done: done}
+	turn := o.turn
+	*o = op{rows: o.rows[:0], values: o.values[:0], scratch: o.scratch[:0], turn: turn}
 	l.ops.Put(o)
 }
 
-// submit has the writer commit o, gives o back to the pool, and returns the id
-// of its first row. Cancelling ctx ends the wait at the door; what the writer
-// has taken is waited for, so that a row is never left behind unknown.
+// turn is what a caller that waits for its op is told.
+type turn bool
+
+const (
+	committed turn = false // the op is answered
+	lead      turn = true  // nobody commits: it is your turn
+)
+
+// writer is the right to write. There is no goroutine for it: a caller that
+// finds nobody committing commits at once itself, with no switch to another
+// goroutine and back; whoever comes meanwhile is the next batch, committed by
+// the first of them.
+type writer struct {
+	places chan struct{} // one for each op that waits or is being committed
+
+	mu      sync.Mutex
+	waiting []*op
+	busy    bool
+	closed  bool
+	commits int            // batches so far; guarded as conn is
+	inside  sync.WaitGroup // callers of submit, added to while mu is held
+}
+
+// submit has o committed, gives it back to the pool, and returns the id of its
+// first row. Cancelling ctx ends the wait for a place; what has one is
+// committed, so that no row is left behind unknown.
 func (l *Ledger) submit(ctx context.Context, o *op) (int64, error) {
 	defer l.freeOp(o)
-	if err := l.enqueue(ctx, o); err != nil {
+	leads, err := l.enter(ctx, o)
+	if err != nil {
 		l.bodies.Add(-o.kept)
-		return 0, err
+		return 0, fmt.Errorf("recording in ledger %s: %w", l.path, err)
 	}
-	<-o.done
+	defer l.writer.inside.Done()
+	if leads || <-o.turn == lead {
+		l.lead()
+		<-o.turn
+	}
+	<-l.writer.places
 	return o.id, o.err
 }
 
-func (l *Ledger) enqueue(ctx context.Context, o *op) error {
-	l.door.RLock()
-	defer l.door.RUnlock()
-	if l.closed {
-		return fmt.Errorf("recording in ledger %s: %w", l.path, ErrClosed)
-	}
+// enter queues o, and says whether its caller is to commit.
+func (l *Ledger) enter(ctx context.Context, o *op) (leads bool, err error) {
+	w := &l.writer
 	select {
-	case l.queue <- o:
-		return nil
-	default:
-	}
-	select {
-	case l.queue <- o:
-		return nil
+	case w.places <- struct{}{}:
 	case <-ctx.Done():
-		return fmt.Errorf("waiting to record in ledger %s: %w", l.path, ctx.Err())
+		return false, fmt.Errorf("waiting for the writer: %w", ctx.Err())
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.closed {
+		<-w.places
+		return false, ErrClosed
+	}
+	w.inside.Add(1)
+	w.waiting = append(w.waiting, o)
+	leads = !w.busy
+	w.busy = true
+	return leads, nil
+}
+
+// lead commits one batch, which holds the caller's own op, and passes the turn on.
+func (l *Ledger) lead() {
+	w := &l.writer
+	runtime.Gosched() // callers that are ready to run are in this batch, not the next
+	w.mu.Lock()
+	batch := w.take()
+	w.mu.Unlock()
+	l.commitBatch(batch)
+	w.commits++
+	w.mu.Lock()
+	if len(w.waiting) > 0 {
+		w.waiting[0].turn <- lead
+	} else {
+		w.busy = false
+	}
+	w.mu.Unlock()
+	for _, o := range batch {
+		o.turn <- committed
 	}
 }
 
-// write is the writer goroutine: it commits batches until the queue is closed.
-func (l *Ledger) write() {
-	defer close(l.done)
-	batch := make([]*op, 0, MaxBatch)
-	for o := range l.queue {
-		batch = l.gather(append(batch[:0], o))
-		l.commitBatch(batch)
-		clear(batch)
+// take removes a batch from those who wait: ops until MaxBatch rows.
+func (w *writer) take() []*op {
+	rows, n := 0, 0
+	for n < len(w.waiting) && rows < MaxBatch {
+		rows += len(w.waiting[n].rows)
+		n++
 	}
-}
-
-// gather adds what is waiting to a batch, up to MaxBatch rows.
-func (l *Ledger) gather(batch []*op) []*op {
-	for rows := len(batch[0].rows); rows < MaxBatch; {
-		select {
-		case o, open := <-l.queue:
-			if !open {
-				return batch
-			}
-			batch = append(batch, o)
-			rows += len(o.rows)
-		default:
-			return batch
-		}
+	batch := w.waiting[:n:n]
+	w.waiting = w.waiting[n:]
+	if len(w.waiting) == 0 {
+		w.waiting = nil
 	}
 	return batch
+}
+
+// close refuses further ops and waits for those inside. It is false when that
+// was done before.
+func (w *writer) close() bool {
+	w.mu.Lock()
+	was := w.closed
+	w.closed = true
+	w.mu.Unlock()
+	w.inside.Wait()
+	return !was
 }
 
 // commitBatch commits all of batch, and answers every op in it. One that fails
@@ -161,8 +213,8 @@ func (l *Ledger) commitBatch(batch []*op) {
 	}
 }
 
-// answer tells the caller what came of its op, and takes back from the quota
-// what was not stored.
+// answer sets what came of an op, and takes back from the quota what was not
+// stored.
 func (l *Ledger) answer(o *op, err error) {
 	if err != nil {
 		o.err = l.explain(err)
@@ -171,7 +223,6 @@ func (l *Ledger) answer(o *op, err error) {
 		o.twice = o.kept
 	}
 	l.bodies.Add(-o.twice)
-	o.done <- struct{}{}
 }
 
 // explain says what a failed write means for whoever reads the message.
