@@ -1,0 +1,241 @@
+package guest
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/capsem/capsem/internal/event"
+	"github.com/capsem/capsem/internal/guestproto"
+)
+
+// ClientError means that the client of an attached command broke the protocol.
+type ClientError struct{ What string }
+
+// Error implements error.
+func (e *ClientError) Error() string { return "the client broke the protocol: " + e.What }
+
+// errClientGone is the cause of a stream whose client has left.
+var errClientGone = errors.New("the client has left")
+
+// Attach runs a command whose client speaks stream messages itself, on conn: the
+// client has sent e, and goes on with data, eof, signals and acks. Attach hands
+// the messages of both on, in their own pieces, after the checks that Exec makes
+// of its guest's, and returns what Exec would. The client's flow control is the
+// guest's: nothing is held here.
+//
+// The last message that the client gets is exit, or an error that says why there
+// is none. Attach closes conn.
+func (g *Guest) Attach(ctx context.Context, conn net.Conn, e guestproto.Exec) (event.ExecResult, error) {
+	client := guestproto.NewStreamConn(conn)
+	defer conn.Close()
+	if err := checkExec(&e); err != nil {
+		return event.ExecResult{}, errors.Join(err, refuse(client, "invalid", err))
+	}
+	st, err := g.open(ctx, &guestproto.Stream{Exec: &e})
+	if err != nil {
+		return event.ExecResult{}, errors.Join(err, refuse(client, "unreachable", err))
+	}
+	a := &attachment{stream: st, client: client, clientConn: conn, stdin: e.Stdin}
+	return a.run(time.Duration(e.TimeoutMS) * time.Millisecond)
+}
+
+// refuse tells a client why there will be no exit.
+func refuse(client *guestproto.StreamConn, code string, why error) error {
+	err := client.Write(&guestproto.Stream{Error: &guestproto.Error{Code: code, Message: why.Error()}})
+	if err != nil {
+		return fmt.Errorf("telling the client: %w", err)
+	}
+	return nil
+}
+
+// attachment is one attached command.
+type attachment struct {
+	*stream
+	client     *guestproto.StreamConn
+	clientConn net.Conn
+	stdin      bool
+
+	progress       progress
+	stdout, stderr int64
+	// output and input are what is under way in either direction.
+	output, input account
+}
+
+// account is how many bytes are under way in one direction.
+type account struct {
+	mu    sync.Mutex
+	bytes int64
+}
+
+// send counts a Data message, and reports whether its sender may send it.
+func (a *account) send(d *guestproto.Data) error {
+	n := int64(len(d.Bytes))
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if n == 0 || n > guestproto.MaxData || a.bytes+n > guestproto.Window {
+		return fmt.Errorf("a data message of %d bytes where %d are unconfirmed", n, a.bytes)
+	}
+	a.bytes += n
+	return nil
+}
+
+// confirm counts an Ack, and reports whether there was as much to confirm.
+func (a *account) confirm(ack *guestproto.Ack) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if ack.Bytes <= 0 || ack.Bytes > a.bytes {
+		return fmt.Errorf("an ack of %d bytes where %d are under way", ack.Bytes, a.bytes)
+	}
+	a.bytes -= ack.Bytes
+	return nil
+}
+
+func (a *attachment) run(timeout time.Duration) (event.ExecResult, error) {
+	// Whatever ends the stream ends both connections, so that both readers end.
+	stop := context.AfterFunc(a.ctx, func() {
+		_ = a.clientConn.SetReadDeadline(time.Now()) // its reader ends; the last word can still be written
+	})
+	defer stop()
+	done := make(chan struct{})
+	var tasks sync.WaitGroup
+	tasks.Go(a.fromClient)
+	if timeout > 0 {
+		tasks.Go(func() { a.enforce(timeout, done) })
+	}
+	err := a.fromGuest()
+	close(done)
+	a.cancel(err) // a nil error still ends the client's reader
+	tasks.Wait()
+	a.close()
+
+	exit := a.progress.exit
+	if errors.Is(err, errTimeout) {
+		exit = timedOut()
+		err = a.client.Write(&guestproto.Stream{Exit: exit})
+	} else if err != nil {
+		err = errors.Join(err, a.lastError(err))
+	}
+	return result(exit, a.stdout, a.stderr), err
+}
+
+// lastError tells the client, if it is there, why there is no exit.
+func (a *attachment) lastError(why error) error {
+	if errors.Is(why, errClientGone) {
+		return nil
+	}
+	if err := a.clientConn.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
+		return fmt.Errorf("setting a deadline: %w", err)
+	}
+	code := "io"
+	if refused, ok := errors.AsType[*Error](why); ok {
+		code = refused.Code
+	} else if errors.Is(why, ErrUnreachable) {
+		code = "unreachable"
+	}
+	return refuse(a.client, code, why)
+}
+
+// fromGuest hands the guest's messages on, up to exit.
+func (a *attachment) fromGuest() error {
+	for {
+		m, err := a.next()
+		if err != nil {
+			return err
+		}
+		if err := a.progress.take(m); err != nil {
+			return err
+		}
+		switch {
+		case m.Data != nil:
+			if err := a.output.send(m.Data); err != nil {
+				return &ProtocolError{err.Error()}
+			}
+		case m.Ack != nil:
+			if err := a.input.confirm(m.Ack); err != nil {
+				return &ProtocolError{err.Error()}
+			}
+		case m.Exit != nil:
+			m = &guestproto.Stream{Exit: a.progress.exit}
+		}
+		if err := a.client.Write(m); err != nil {
+			return because(a.ctx, fmt.Errorf("%w: %w", errClientGone, err))
+		}
+		switch {
+		case m.Exit != nil:
+			return nil
+		case m.Data != nil && m.Data.Stream == guestproto.Out:
+			a.stdout += int64(len(m.Data.Bytes))
+		case m.Data != nil:
+			a.stderr += int64(len(m.Data.Bytes))
+		}
+	}
+}
+
+// fromClient hands the client's messages on until it leaves or the command ends.
+func (a *attachment) fromClient() {
+	for {
+		m, err := a.client.Read()
+		if a.ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			if !errors.Is(err, io.EOF) {
+				err = fmt.Errorf("%w: %w", errClientGone, err)
+			} else {
+				err = errClientGone
+			}
+			a.cancel(err)
+			return
+		}
+		if err := a.takeClient(m); err != nil {
+			a.cancel(&ClientError{err.Error()})
+			return
+		}
+		if err := a.c.Write(m); err != nil {
+			return // the guest's reader reports it
+		}
+	}
+}
+
+// takeClient checks one message of the client.
+func (a *attachment) takeClient(m *guestproto.Stream) error {
+	switch {
+	case m.Data != nil && m.Data.Stream == guestproto.In && a.stdin:
+		return a.input.send(m.Data)
+	case m.EOF != nil && m.EOF.Stream == guestproto.In && a.stdin:
+		return nil
+	case m.Ack != nil:
+		return a.output.confirm(m.Ack)
+	case m.Signal != nil && slices.Contains(guestproto.Signals(), m.Signal.Name):
+		return nil
+	}
+	return errors.New("a message that has no place in a running command")
+}
+
+// enforce ends a command that the guest did not end in time. A client that takes
+// the output slowly holds up its guest's last word, and is waited for.
+func (a *attachment) enforce(timeout time.Duration, done <-chan struct{}) {
+	timer := time.NewTimer(timeout + guestproto.KillAfter + hostGrace)
+	defer timer.Stop()
+	for {
+		select {
+		case <-done:
+			return
+		case <-timer.C:
+		}
+		a.output.mu.Lock()
+		waiting := a.output.bytes >= guestproto.Window/2
+		a.output.mu.Unlock()
+		if !waiting {
+			a.cancel(errTimeout)
+			return
+		}
+		timer.Reset(hostGrace)
+	}
+}
