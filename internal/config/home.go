@@ -125,6 +125,9 @@ func (h Home) Images() string { return filepath.Join(h.root, "images") }
 // Secrets is the folder of the secret store.
 func (h Home) Secrets() string { return filepath.Join(h.root, "secrets") }
 
+// Cache holds what can be fetched again: packages that images are built from.
+func (h Home) Cache() string { return filepath.Join(h.root, "cache") }
+
 // AccelCache is the acceleration probe's answer.
 func (h Home) AccelCache() string { return filepath.Join(h.run(), "accel.json") }
 
