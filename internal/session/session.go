@@ -76,6 +76,8 @@ type Session struct {
 	stopOnce sync.Once
 	stopping chan struct{}
 	grace    time.Duration
+	// life ends when the session does.
+	life context.Context //nolint:containedctx // for connections that were taken over and outlive their request
 	// reload is held by the one request that changes the rules.
 	reload sync.Mutex
 }
@@ -111,6 +113,9 @@ func (s *Session) run(ctx context.Context) (err error) {
 	if err := s.identify(); err != nil {
 		return err
 	}
+	var end context.CancelFunc
+	s.life, end = context.WithCancel(context.WithoutCancel(ctx))
+	defer end()
 	var undo closers
 	defer func() { err = errors.Join(err, undo.close()) }()
 	if err := s.openLedger(ctx, &undo); err != nil {
