@@ -239,11 +239,7 @@ func (c *compiler) program(p *parsedRule, e *expression, r residual) *program {
 		return nil
 	}
 	p.cost = max(p.cost, estimate)
-	var options []cel.ProgramOption
-	if estimate.expensive() {
-		options = append(options, cel.CostLimit(maxRuntimeCost))
-	}
-	out, err := newProgram(c.vocabulary.typed, checked, options...)
+	out, err := c.vocabulary.plan(checked, estimate.expensive())
 	if err != nil {
 		c.add(source.Position, err)
 		return nil

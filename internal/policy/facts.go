@@ -6,6 +6,7 @@ import (
 	"cel.dev/cel-go/cel"
 	"cel.dev/cel-go/common/types"
 	"cel.dev/cel-go/common/types/ref"
+	"cel.dev/cel-go/interpreter"
 
 	"github.com/capsem/capsem/internal/event"
 )
@@ -16,14 +17,25 @@ type facts struct {
 	vocabulary *vocabulary
 	ev         *event.Event
 	out        *event.Outcome
+	// frame is CEL's state of evaluation, used by one rule after another.
+	frame *interpreter.ExecutionFrame
 	// values holds what was read so far, by the field's place. A field that the
 	// event lacks has the vocabulary's shared error.
 	values []ref.Val
 }
 
-func newFacts(v *vocabulary, ev *event.Event, out *event.Outcome) *facts {
-	return &facts{vocabulary: v, ev: ev, out: out, values: make([]ref.Val, len(v.fields))}
+// newFacts begins a judgement. The caller closes the facts, and need not if it
+// panics.
+func newFacts(v *vocabulary, ev *event.Event, out *event.Outcome) (*facts, error) {
+	f := &facts{vocabulary: v, ev: ev, out: out, values: make([]ref.Val, len(v.fields))}
+	var err error
+	if f.frame, err = interpreter.NewExecutionFrame(f); err != nil {
+		return nil, fmt.Errorf("preparing the evaluation: %w", err)
+	}
+	return f, nil
 }
+
+func (f *facts) close() { f.frame.Close() }
 
 // ResolveName returns a field's value, or whether it is there for a name that
 // `has()` made. It is called by CEL.

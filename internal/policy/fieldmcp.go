@@ -83,7 +83,7 @@ func mcpFields() []*field {
 				if m.Arguments == nil {
 					return emptyObject()
 				}
-				return jsonObject(m.Arguments)
+				return lazyObject(m.Arguments)
 			}),
 		},
 		{
@@ -117,7 +117,7 @@ func responseFields() []*field {
 		},
 		{
 			name: "mcp.response.structured", typ: object, family: familyMCP, response: true, optional: true,
-			doc: "the structured content of a tool's result", read: resultMember("structuredContent", jsonObject),
+			doc: "the structured content of a tool's result", read: resultMember("structuredContent", lazyObject),
 		},
 		{
 			name: "mcp.response.is_error", typ: cel.BoolType, family: familyMCP, response: true, optional: true,

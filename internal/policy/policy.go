@@ -76,13 +76,17 @@ func (p *Policy) Judge(_ context.Context, ev *event.Event, phase event.Phase, ou
 	if !carries(ev) {
 		return event.Verdict{Policy: p.digest, Reason: fmt.Sprintf("the event of type %q lacks what it is about", ev.Type)}
 	}
-	f := newFacts(p.vocabulary, ev, out)
+	f, err := newFacts(p.vocabulary, ev, out)
+	if err != nil {
+		return event.Verdict{Policy: p.digest, Reason: err.Error()}
+	}
 	var hits []hit
 	for c := range buckets[phase].candidates(ev) {
 		if h, ok := c.judge(f); ok {
 			hits = append(hits, h)
 		}
 	}
+	f.close()
 	v = p.verdict(hits, ev.Type, phase)
 	v.Policy = p.digest
 	return v

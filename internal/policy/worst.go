@@ -3,6 +3,7 @@ package policy
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 
@@ -38,6 +39,9 @@ func isAbsence(err error) bool {
 // program is a compiled expression.
 type program struct {
 	plan cel.Program
+	// limited says that the plan counts its cost, and needs a frame of its own for
+	// that.
+	limited bool
 	// worst makes the second plan, once, when it is first needed. It is nil where
 	// the expression has one operand that can fail.
 	worst func() (cel.Program, error)
@@ -46,7 +50,7 @@ type program struct {
 // eval returns whether the expression holds. An error is an absence, or says what
 // is broken.
 func (p *program) eval(f *facts) (bool, error) {
-	holds, err := evaluate(p.plan, f)
+	holds, err := p.evaluate(p.plan, f)
 	if err == nil || !isAbsence(err) || p.worst == nil {
 		return holds, err
 	}
@@ -54,12 +58,18 @@ func (p *program) eval(f *facts) (bool, error) {
 	if planErr != nil {
 		return false, planErr
 	}
-	return evaluate(second, f)
+	return p.evaluate(second, f)
 }
 
 // evaluate runs a plan. A panic in it is recovered by CEL and is an error here.
-func evaluate(plan cel.Program, f *facts) (bool, error) {
-	v, _, err := plan.Eval(f)
+func (p *program) evaluate(plan cel.Program, f *facts) (bool, error) {
+	var input any = f
+	if !p.limited {
+		// A rule that failed may have left its own scope.
+		f.frame.SetScope(f)
+		input = f.frame
+	}
+	v, _, err := plan.Eval(input)
 	if err != nil {
 		return false, err
 	}
@@ -70,17 +80,22 @@ func evaluate(plan cel.Program, f *facts) (bool, error) {
 	return bool(b), nil
 }
 
-// newProgram plans a checked expression.
-func newProgram(env *cel.Env, checked *cel.Ast, options ...cel.ProgramOption) (*program, error) {
-	options = append([]cel.ProgramOption{cel.EvalOptions(cel.OptOptimize)}, options...)
-	plan, err := env.Program(checked, options...)
-	if err != nil {
-		return nil, err
+// plan makes a program of a checked expression.
+func (v *vocabulary) plan(checked *cel.Ast, limited bool) (*program, error) {
+	options := []cel.ProgramOption{cel.EvalOptions(cel.OptOptimize)}
+	first := append(slices.Clone(options), cel.CustomDecoratorV2(v.shorten))
+	if limited {
+		options = append(options, cel.CostLimit(maxRuntimeCost))
+		first = options
 	}
-	p := &program{plan: plan}
+	plan, err := v.typed.Program(checked, first...)
+	if err != nil {
+		return nil, fmt.Errorf("planning a rule: %w", err)
+	}
+	p := &program{plan: plan, limited: limited}
 	if operands(checked.NativeRep().Expr()) > 1 {
 		p.worst = sync.OnceValues(func() (cel.Program, error) {
-			second, err := planWorst(env, checked, options)
+			second, err := planWorst(v.typed, checked, options)
 			if err != nil {
 				return nil, fmt.Errorf("planning a rule's second evaluation: %w", err)
 			}
@@ -118,7 +133,7 @@ func planWorst(env *cel.Env, checked *cel.Ast, options []cel.ProgramOption) (cel
 			}
 		}
 	}))
-	return env.PlanProgram(second, append(options, cel.CustomDecoratorV2(lookAtAll))...)
+	return env.PlanProgram(second, append(slices.Clone(options), cel.CustomDecoratorV2(lookAtAll))...)
 }
 
 // worstOperators declares the operators of the second plan.
