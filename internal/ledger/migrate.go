@@ -121,9 +121,10 @@ func (c *conn) interrupt() (Recovered, error) {
 	return r, nil
 }
 
-// singleFile leaves nothing beside the database file.
+// singleFile leaves nothing beside the database file. It waits a second for
+// readers to go.
 func (c *conn) singleFile() error {
-	if err := c.script("PRAGMA wal_checkpoint(TRUNCATE)"); err != nil {
+	if err := c.script("PRAGMA busy_timeout=1000; PRAGMA wal_checkpoint(TRUNCATE)"); err != nil {
 		return err
 	}
 	mode, err := c.first("PRAGMA journal_mode=DELETE")
