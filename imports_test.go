@@ -68,14 +68,17 @@ var suites = []string{"gate", "relay", "vm/fakevm", "vm/vmtest"}
 var seals = map[string][]string{
 	"aggregator": {"aggregator", "child", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
 	"builtin":    {"builtin", "confine", "event", "frame", "jsonrpc", "msgpack", "toolproto"},
-	"capsem":     {"api", "cli", "client", "config", "event", "frame", "guestproto", "msgpack"},
-	"capsem-mcp": {"api", "client", "config", "event", "frame", "guestproto", "mcptools", "msgpack"},
+	"capsem": {
+		"api", "cli", "client", "config", "event", "frame", "guestproto", "inspect", "jsonrpc", "msgpack",
+		"policy", // checks a file of rules without a service
+	},
+	"capsem-mcp": {"api", "client", "config", "event", "frame", "guestproto", "inspect", "jsonrpc", "mcptools", "msgpack"},
 	"guest-relay": {
 		"event", "frame", "guestproto", "jsonrpc", "msgpack", "relay", "relay/command", "relay/doctor", "relay/pid1",
 		"relay/system", "relay/vsocknet",
 	},
 	"capsemd": {
-		"api", "child", "config", "confine", "egress", "endpoint", "event", "frame", "gate", "guest", "guestproto",
+		"api", "child", "client", "config", "confine", "egress", "endpoint", "event", "frame", "gate", "guest", "guestproto",
 		"hosttool", "image", "image/cpio", "image/debian", "image/kernel", "inspect", "jsonrpc", "launch", "ledger", "msgpack",
 		"policy", "route", "service", "session", "toolproto", "upstream", "vm", "vm/qemu", "vm/qemu/vhostvsock", "vm/vz",
 		"workspace",
