@@ -126,8 +126,9 @@ func (l *life) end() {
 	case <-l.ended:
 	default:
 		var broken *protocolError
-		if !errors.As(l.err, &broken) {
-			l.await(endWait)
+		var final *finalError
+		if !errors.As(l.err, &broken) && !errors.As(l.err, &final) && !errors.Is(l.err, errClosed) {
+			l.await(endWait) // it is about to end by itself
 		}
 	}
 	if err := l.process.Kill(); err != nil {
