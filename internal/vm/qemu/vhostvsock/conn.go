@@ -10,9 +10,9 @@ import (
 	"time"
 )
 
-// lingerTime is how long a connection that was closed here waits for the guest
+// defaultLinger is how long a connection that was closed here waits for the guest
 // to confirm, before it is reset.
-const lingerTime = 2 * time.Second
+const defaultLinger = 2 * time.Second
 
 // state is where a connection is in its life.
 type state uint8
@@ -277,7 +277,7 @@ func (c *Conn) Close() error {
 	c.writable.Broadcast()
 	if c.state == stateEstablished {
 		c.state = stateClosing
-		c.linger = time.AfterFunc(lingerTime, c.lingered)
+		c.linger = time.AfterFunc(c.device.lingerTime, c.lingered)
 		c.send(noteShutdown)
 		c.device.flush()
 	}

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"time"
 
 	"github.com/capsem/capsem/internal/vm"
 )
@@ -33,6 +34,8 @@ type Device struct {
 	log    *slog.Logger
 	socket *net.UnixConn
 	done   chan struct{} // closed when nothing is left running
+
+	lingerTime time.Duration // defaultLinger but in tests
 
 	watchers sync.WaitGroup // one for each queue that was started
 
@@ -68,6 +71,8 @@ func Serve(socket *net.UnixConn, cid uint32, log *slog.Logger) *Device {
 		listeners: make(map[uint32]*Listener),
 		conns:     make(map[connKey]*Conn),
 		nextPort:  firstEphemeral,
+
+		lingerTime: defaultLinger,
 	}
 	d.queues[toGuest].direction = deviceWrites
 	d.queues[fromGuest].direction = deviceReads
