@@ -1,0 +1,247 @@
+package mcptools
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	"github.com/modelcontextprotocol/go-sdk/jsonrpc"
+	"github.com/modelcontextprotocol/go-sdk/mcp"
+)
+
+const (
+	// maxLine is the longest message that is read, in bytes.
+	maxLine = 17 << 20
+	// drainTime is how long calls get to be answered after the client's end of
+	// input. A script that writes its calls and closes gets its answers; what a
+	// client that died left running is ended.
+	drainTime = 60 * time.Second
+	// metaCallID is the member of a call's _meta with the id of its request, which
+	// the record of the call names.
+	metaCallID = "capsem/requestId"
+)
+
+// stdio carries a message a line, as the stdio transport of MCP does. Other than
+// the SDK's own it answers a line that is no message instead of ending, tells
+// tools the id of their request, and answers what is under way when its input
+// ends.
+type stdio struct {
+	in  io.Reader
+	out io.Writer
+}
+
+// Connect implements mcp.Transport.
+func (s *stdio) Connect(context.Context) (mcp.Connection, error) {
+	c := &lines{
+		out: s.out, incoming: make(chan incoming), closed: make(chan struct{}),
+		pending: make(map[jsonrpc.ID]bool), idle: make(chan struct{}, 1),
+	}
+	// A read of stdin cannot be called off: the reader ends with its input, or
+	// with the program.
+	go c.read(s.in)
+	return c, nil
+}
+
+// incoming is what a line held, or why there are no more.
+type incoming struct {
+	message jsonrpc.Message
+	err     error
+}
+
+// lines is one connection over stdio.
+type lines struct {
+	incoming  chan incoming
+	closed    chan struct{}
+	closeOnce sync.Once
+	// idle has an element after pending has become empty.
+	idle chan struct{}
+
+	mu  sync.Mutex // guards out and pending
+	out io.Writer
+	// pending are the requests that have no answer yet.
+	pending map[jsonrpc.ID]bool
+}
+
+// read hands on a message after the other.
+func (c *lines) read(in io.Reader) {
+	r := bufio.NewReaderSize(in, 64<<10)
+	for {
+		line, err := readLine(r)
+		if message, ok := c.decode(line); ok {
+			select {
+			case c.incoming <- incoming{message: message}:
+			case <-c.closed:
+				return
+			}
+		}
+		if err != nil {
+			select {
+			case c.incoming <- incoming{err: err}:
+			case <-c.closed:
+			}
+			return
+		}
+	}
+}
+
+// readLine returns the next line without its end; the last one may come with
+// io.EOF. One of more than maxLine bytes is an error.
+func readLine(r *bufio.Reader) ([]byte, error) {
+	var line []byte
+	for {
+		part, err := r.ReadSlice('\n')
+		if len(line)+len(part) > maxLine {
+			return nil, fmt.Errorf("a message has more than %d bytes", maxLine)
+		}
+		line = append(line, part...)
+		if !errors.Is(err, bufio.ErrBufferFull) {
+			return bytes.TrimSpace(line), err
+		}
+	}
+}
+
+// decode reads a line. What is no message is answered here.
+func (c *lines) decode(line []byte) (jsonrpc.Message, bool) {
+	if len(line) == 0 {
+		return nil, false
+	}
+	if !json.Valid(line) {
+		c.refuse(jsonrpc.CodeParseError, "this is not JSON")
+		return nil, false
+	}
+	message, err := jsonrpc.DecodeMessage(line)
+	if err != nil {
+		c.refuse(jsonrpc.CodeInvalidRequest, "this is not a JSON-RPC 2.0 message (a batch is none)")
+		return nil, false
+	}
+	if req, ok := message.(*jsonrpc.Request); ok && req.IsCall() {
+		c.mu.Lock()
+		c.pending[req.ID] = true
+		c.mu.Unlock()
+		if req.Method == "tools/call" {
+			stamp(req)
+		}
+	}
+	return message, true
+}
+
+// refuse answers what has no id.
+func (c *lines) refuse(code int, message string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	line := fmt.Sprintf(`{"jsonrpc":"2.0","id":null,"error":{"code":%d,"message":%q}}`+"\n", code, message)
+	if _, err := io.WriteString(c.out, line); err != nil {
+		return // the next answer fails too, and ends the connection
+	}
+}
+
+// stamp puts the id of a request into its _meta, over what the client may have
+// put there. Params that are no object are refused later.
+func stamp(req *jsonrpc.Request) {
+	var params, meta map[string]json.RawMessage
+	if json.Unmarshal(req.Params, &params) != nil || params == nil {
+		return
+	}
+	if raw, ok := params["_meta"]; ok && json.Unmarshal(raw, &meta) != nil {
+		return
+	}
+	if meta == nil {
+		meta = make(map[string]json.RawMessage)
+	}
+	id, err := json.Marshal(fmt.Sprint(req.ID.Raw()))
+	if err != nil {
+		return // a string always encodes
+	}
+	meta[metaCallID] = id
+	if params["_meta"], err = encode(meta); err != nil {
+		return // as do values that were decoded just now
+	}
+	if stamped, err := encode(params); err == nil {
+		req.Params = stamped
+	}
+}
+
+// callID is the id of a call's request, fit for a header.
+func callID(meta mcp.Meta) string {
+	id, ok := meta[metaCallID].(string)
+	if !ok {
+		return ""
+	}
+	return headerText(id)
+}
+
+// Read implements mcp.Connection. It returns the end of the input only when
+// everything is answered, or drainTime is over.
+func (c *lines) Read(ctx context.Context) (jsonrpc.Message, error) {
+	select {
+	case in := <-c.incoming:
+		if in.err != nil {
+			c.drain(ctx)
+		}
+		return in.message, in.err
+	case <-c.closed:
+		return nil, io.EOF
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (c *lines) drain(ctx context.Context) {
+	over := time.NewTimer(drainTime)
+	defer over.Stop()
+	for {
+		c.mu.Lock()
+		left := len(c.pending)
+		c.mu.Unlock()
+		if left == 0 {
+			return
+		}
+		select {
+		case <-c.idle:
+		case <-over.C:
+			return
+		case <-c.closed:
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// Write implements mcp.Connection.
+func (c *lines) Write(_ context.Context, message jsonrpc.Message) error {
+	line, err := jsonrpc.EncodeMessage(message)
+	if err != nil {
+		return fmt.Errorf("encoding a message: %w", err)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, err := c.out.Write(append(line, '\n')); err != nil {
+		return fmt.Errorf("writing a message: %w", err)
+	}
+	if resp, ok := message.(*jsonrpc.Response); ok {
+		delete(c.pending, resp.ID)
+		if len(c.pending) == 0 {
+			select {
+			case c.idle <- struct{}{}:
+			default: // it is known already
+			}
+		}
+	}
+	return nil
+}
+
+// Close implements mcp.Connection.
+func (c *lines) Close() error {
+	c.closeOnce.Do(func() { close(c.closed) })
+	return nil
+}
+
+// SessionID implements mcp.Connection; stdio has one session, without a name.
+func (c *lines) SessionID() string { return "" }
