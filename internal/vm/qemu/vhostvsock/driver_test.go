@@ -44,6 +44,7 @@ type driver struct {
 	rx, tx driverRing
 
 	sending sync.Mutex // guards tx
+	scratch []byte     // the payload that receive returned
 }
 
 // driverRing is the driver's side of one queue. Each slot is a chain of two
@@ -400,7 +401,8 @@ func (g *driver) transmit(h header, payload []byte) bool {
 }
 
 // receive waits for the next packet from the device and posts its buffer anew;
-// false when the driver is closed. It is called by one goroutine.
+// false when the driver is closed. It is called by one goroutine. The payload is
+// valid until its next call.
 func (g *driver) receive() (header, []byte, bool) {
 	for {
 		head, n, ok := g.rx.take()
@@ -417,7 +419,8 @@ func (g *driver) receive() (header, []byte, bool) {
 			g.t.Errorf("the device used %d bytes for %d of data", n, h.length)
 			return header{}, nil, false
 		}
-		payload := append([]byte(nil), b[headerSize:n]...)
+		payload := append(g.scratch[:0], b[headerSize:n]...)
+		g.scratch = payload
 		g.post(slot, rxPayload)
 		return h, payload, true
 	}

@@ -99,10 +99,10 @@ func (g *guest) handle(h header, payload []byte) *header {
 		s.err = syscall.ECONNRESET
 		delete(g.sockets, key)
 	case opData:
-		s.received = append(s.received, payload...)
+		s.received.write(payload)
 	case opShutdown:
 		s.peerDone |= h.flags
-		if s.peerDone == shutdownBoth && len(s.received) == 0 {
+		if s.peerDone == shutdownBoth && s.received.size == 0 {
 			delete(g.sockets, key)
 			reply := s.header(opReset)
 			return &reply
@@ -119,7 +119,7 @@ type guestSocket struct {
 	// Guarded by g.mu.
 	open, closed               bool
 	err                        error
-	received                   []byte
+	received                   buffer
 	taken, reported            uint32
 	sent, peerAlloc, peerTaken uint32
 	peerDone                   uint32
@@ -179,7 +179,7 @@ func (g *guest) dial(port uint32) (*guestSocket, error) {
 
 func (s *guestSocket) Read(b []byte) (int, error) {
 	s.g.mu.Lock()
-	for len(s.received) == 0 {
+	for s.received.size == 0 {
 		if s.err != nil || s.peerDone&shutdownSend != 0 || s.closed {
 			defer s.g.mu.Unlock()
 			if s.err != nil && s.peerDone&shutdownSend == 0 {
@@ -189,8 +189,7 @@ func (s *guestSocket) Read(b []byte) (int, error) {
 		}
 		s.g.changed.Wait()
 	}
-	n := copy(b, s.received)
-	s.received = s.received[n:]
+	n := s.received.read(b)
 	s.taken += uint32(n)
 	if s.alloc-(s.taken-s.reported) >= maxPacket {
 		s.g.mu.Unlock()
