@@ -379,6 +379,9 @@ type PurgeRequest struct {
 // DeleteQuery: DELETE /v1/vms/{id}?force=true stops a running VM first.
 const DeleteForce = "force"
 
+// ProgressType is the content type of a response that is a stream of Progress.
+const ProgressType = "application/x-ndjson"
+
 // Progress is one line of a streamed response of a request that takes a while
 // and was sent with `Accept: application/x-ndjson`: Step lines, then one with
 // Result or Error.

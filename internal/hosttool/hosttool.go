@@ -6,25 +6,23 @@
 // through its gate before it serves it, so that a call of a host tool is judged
 // and has its row like any other; what the request does in turn (a command, a
 // file) is judged and recorded as well, under the same trace.
+//
+// The answer is held back until it is judged. Of an answer that is a stream of
+// progress the steps are not: they are the host's own words, and a caller that
+// waits for a boot wants to see them while it waits.
 package hosttool
 
 import (
-	"bytes"
 	"context"
 	"encoding/base64"
 	"encoding/json"
-	"fmt"
 	"net/http"
-	"strings"
 
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/event"
 	"github.com/capsem/capsem/internal/inspect"
+	"github.com/capsem/capsem/internal/jsonrpc"
 )
-
-// maxAnswer is how large the answer to a host tool can be, in bytes: it is held
-// back until it is judged.
-const maxAnswer = api.MaxBody
 
 // Gate judges and records: see package gate.
 type Gate interface {
@@ -43,100 +41,56 @@ func Record(g Gate, caller Caller, next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 			return
 		}
-		arguments, err := base64.StdEncoding.DecodeString(r.Header.Get(api.HeaderToolArguments))
-		if err != nil || !json.Valid(arguments) {
-			api.WriteError(w, &api.Error{Code: api.CodeInvalid, Message: "the tool's arguments are not base64 of JSON"})
+		ev, err := call(caller(r), r, name)
+		if err != nil {
+			api.WriteError(w, err)
 			return
 		}
-		ev := call(caller(r), r, name, arguments)
-		held := &answer{header: http.Header{}}
+		held := &answer{header: http.Header{}, steps: w}
 		verdict, out := g.Do(r.Context(), ev, func(ctx context.Context) event.Outcome {
 			inner := r.Clone(ctx)
-			inner.Header.Del(api.HeaderTool)
+			for _, name := range []string{api.HeaderTool, api.HeaderToolArguments, api.HeaderToolCall} {
+				inner.Header.Del(name) // what is done in turn is no call of a tool
+			}
 			inner.Header.Set(api.HeaderTrace, ev.TraceID)
 			next.ServeHTTP(held, inner)
-			return held.outcome()
+			return held.outcome(ctx)
 		})
 		if verdict.Decision != event.Allow {
-			api.WriteError(w, &api.Error{Code: api.CodeBlocked, Message: out.Error.Message, Rule: verdict.Rule})
+			held.fail(w, &api.Error{Code: api.CodeBlocked, Message: out.Error.Message, Rule: verdict.Rule})
 			return
 		}
 		held.release(w)
 	})
 }
 
-func call(c inspect.Caller, r *http.Request, name string, arguments json.RawMessage) *event.Event {
-	id, err := json.Marshal(r.Header.Get(api.HeaderToolCall))
-	if err != nil {
-		id = nil // a string always encodes
+// call is the event of a call as the headers have it. Arguments that two readers
+// could understand differently are refused, as they are on the wire.
+func call(c inspect.Caller, r *http.Request, name string) (*event.Event, error) {
+	invalid := func(problem string) error {
+		return &api.Error{Code: api.CodeInvalid, Message: "the headers of a tool call: " + problem}
 	}
-	params, err := json.Marshal(map[string]any{"name": name, "arguments": arguments})
+	arguments, err := base64.StdEncoding.DecodeString(r.Header.Get(api.HeaderToolArguments))
+	if err != nil || !json.Valid(arguments) {
+		return nil, invalid("the arguments are not base64 of JSON")
+	}
+	params, err := json.Marshal(map[string]any{"name": name, "arguments": json.RawMessage(arguments)})
 	if err != nil {
-		params = arguments // valid JSON always encodes
+		return nil, invalid(err.Error())
+	}
+	id := jsonrpc.Quote(r.Header.Get(api.HeaderToolCall))
+	m, err := jsonrpc.Parse(jsonrpc.AppendRequest(nil, id, "tools/call", params))
+	if err != nil {
+		return nil, invalid(err.Error())
+	}
+	tool, err := inspect.ParseToolCall(m.Params)
+	if err != nil {
+		return nil, invalid(err.Error())
 	}
 	return c.MCP(inspect.Message{
-		Method: "tools/call", ID: id, Params: params,
+		Method: "tools/call", ID: m.ID, Params: m.Params,
 		Origin: event.OriginHost, Transport: "host",
-		Call:   &inspect.ToolCall{Name: name, Arguments: arguments},
+		Call:   &tool,
 		Target: inspect.Target{Server: "capsem", Tool: name, ReadOnly: r.Method == http.MethodGet},
-	})
-}
-
-// answer holds a response until it is judged.
-type answer struct {
-	header http.Header
-	status int
-	body   bytes.Buffer
-	over   bool
-}
-
-func (a *answer) Header() http.Header { return a.header }
-
-func (a *answer) WriteHeader(status int) {
-	if a.status == 0 {
-		a.status = status
-	}
-}
-
-func (a *answer) Write(p []byte) (int, error) {
-	a.WriteHeader(http.StatusOK)
-	if a.body.Len()+len(p) > maxAnswer {
-		a.over = true
-		return 0, fmt.Errorf("the answer has more than %d bytes", maxAnswer)
-	}
-	return a.body.Write(p)
-}
-
-func (a *answer) outcome() event.Outcome {
-	out := event.Outcome{Status: event.Done, CarriedOut: true, BytesReceived: int64(a.body.Len())}
-	if a.over {
-		a.header, a.status = http.Header{}, http.StatusRequestEntityTooLarge
-		a.body.Reset()
-		return event.Outcome{Status: event.Failed, CarriedOut: true, Error: &event.Error{Message: "the answer is too large"}}
-	}
-	if strings.HasPrefix(a.header.Get("Content-Type"), "application/json") {
-		out.MCP = &event.MCPResponse{Message: a.body.Bytes(), Result: a.body.Bytes()}
-	}
-	if a.status >= http.StatusBadRequest {
-		out.Status, out.Error = event.Failed, &event.Error{Message: http.StatusText(a.status)}
-		var body api.ErrorBody
-		if err := json.Unmarshal(a.body.Bytes(), &body); err == nil && body.Error != nil {
-			out.Error.Message = body.Error.Message
-		}
-	}
-	return out
-}
-
-func (a *answer) release(w http.ResponseWriter) {
-	if a.over {
-		api.WriteError(w, &api.Error{Code: api.CodeTooLarge, Message: fmt.Sprintf("the answer has more than %d bytes", maxAnswer)})
-		return
-	}
-	for name, values := range a.header {
-		w.Header()[name] = values
-	}
-	w.WriteHeader(max(a.status, http.StatusOK))
-	if _, err := w.Write(a.body.Bytes()); err != nil {
-		return // the caller is gone; the call is recorded all the same
-	}
+	}), nil
 }
