@@ -37,23 +37,28 @@ image name="tiny": build
     bin/capsem image build "$1"
 
 # Boot a virtual machine and show what Capsem does with an agent's tool calls
+[no-exit-message]
 demo: build _peers
     @bin/capsem image build tiny
     @bash tests/demo/demo.sh
 
 # Run a command in a virtual machine made for it: just run -- uname -a
+[no-exit-message]
 run *args: build
     @bin/capsem run "$@"
 
 # Run a shell command line in a virtual machine made for it: just exec "ls / | wc -l"
+[no-exit-message]
 exec command: build
     @bin/capsem run -- sh -c "$1"
 
 # Ask a machine's ledger: just sql VM "SELECT tool_name, decision FROM tool_calls"
+[no-exit-message]
 sql *args: build
     @bin/capsem sql "$@"
 
 # Say what of this machine Capsem can use
+[no-exit-message]
 doctor: build
     @bin/capsem doctor
 
