@@ -99,7 +99,9 @@ func (a *account) confirm(ack *guestproto.Ack) error {
 func (a *attachment) run(timeout time.Duration) (event.ExecResult, error) {
 	// Whatever ends the stream ends both connections, so that both readers end.
 	stop := context.AfterFunc(a.ctx, func() {
-		_ = a.clientConn.SetReadDeadline(time.Now()) // its reader ends; the last word can still be written
+		// Its reader ends at once; the last word can still be written.
+		now := time.Now()
+		_ = errors.Join(a.clientConn.SetReadDeadline(now), a.clientConn.SetWriteDeadline(now.Add(writeTimeout))) // closed is as good
 	})
 	defer stop()
 	done := make(chan struct{})

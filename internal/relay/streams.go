@@ -107,7 +107,7 @@ func (s *streams) one(ctx context.Context, conn net.Conn) {
 	c := guestproto.NewStreamConn(conn)
 	err := s.answer(conn, c)
 	if err != nil && ctx.Err() == nil {
-		s.opts.Log.Warn("stream ended", "error", err)
+		s.opts.Log.Info("stream ended", "error", err)
 	}
 }
 

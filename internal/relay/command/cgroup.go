@@ -9,15 +9,24 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
-	"sync/atomic"
+	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
 // Cgroups is a folder of a cgroup v2 hierarchy in which every command gets a
-// group of its own (Documentation/admin-guide/cgroup-v2.rst of the kernel).
+// group of its own (Documentation/admin-guide/cgroup-v2.rst of the kernel). Its
+// methods may be called from any goroutine.
 type Cgroups struct {
 	path string
-	next atomic.Uint64
+
+	mu   sync.Mutex // guards what follows
+	next uint64
+	// left are groups whose command has ended and in which something still
+	// lives, as far as is known.
+	left []string
 }
 
 // OpenCgroups makes the folder path, whose parent is a cgroup v2, and ends what
@@ -30,22 +39,28 @@ func OpenCgroups(path string) (*Cgroups, error) {
 	if err := killGroup(path); err != nil {
 		return nil, err
 	}
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		return nil, fmt.Errorf("reading cgroup %s: %w", path, err)
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			c.left = append(c.left, filepath.Join(path, e.Name()))
+		}
+	}
 	c.Sweep()
 	return c, nil
 }
 
-// Sweep removes the groups in which nothing lives any more.
+// Sweep removes the groups of ended commands in which nothing lives any more.
 func (c *Cgroups) Sweep() {
-	entries, err := os.ReadDir(c.path)
-	if err != nil {
-		return
-	}
-	for _, e := range entries {
-		if e.IsDir() {
-			_ = os.Remove(filepath.Join(c.path, e.Name())) // EBUSY: something lives in it
-		}
-	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.left = slices.DeleteFunc(c.left, func(path string) bool { return !busy(os.Remove(path)) })
 }
+
+// busy says that a group could not be removed because something lives in it.
+func busy(err error) bool { return errors.Is(err, unix.EBUSY) }
 
 // Kill ends everything that runs in any of the groups.
 func (c *Cgroups) Kill() error { return killGroup(c.path) }
@@ -62,7 +77,10 @@ func (c *Cgroups) Close() error {
 // New makes a group for one command.
 func (c *Cgroups) New() (*Group, error) {
 	for {
-		path := filepath.Join(c.path, strconv.FormatUint(c.next.Add(1), 10))
+		c.mu.Lock()
+		c.next++
+		path := filepath.Join(c.path, strconv.FormatUint(c.next, 10))
+		c.mu.Unlock()
 		err := os.Mkdir(path, 0o755)
 		if errors.Is(err, fs.ErrExist) {
 			continue // an earlier owner's, with something still alive in it
@@ -74,14 +92,15 @@ func (c *Cgroups) New() (*Group, error) {
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("opening cgroup %s: %w", path, err), os.Remove(path))
 		}
-		return &Group{path: path, dir: dir}, nil
+		return &Group{path: path, dir: dir, owner: c}, nil
 	}
 }
 
 // Group is one command's cgroup. The methods of a nil Group do nothing.
 type Group struct {
-	path string
-	dir  *os.File
+	path  string
+	dir   *os.File
+	owner *Cgroups
 }
 
 func (g *Group) kill() error { return killGroup(g.path) }
@@ -123,10 +142,15 @@ func (g *Group) oomKilled() bool {
 	return false
 }
 
+// remove gives the group up: at once, or when what still lives in it has ended.
 func (g *Group) remove() {
 	if g == nil {
 		return
 	}
-	_ = g.dir.Close()     // a folder opened for reading has nothing to lose
-	_ = os.Remove(g.path) // EBUSY: a background process lives on in it, and Sweep comes later
+	_ = g.dir.Close() // a folder opened for reading has nothing to lose
+	if busy(os.Remove(g.path)) {
+		g.owner.mu.Lock()
+		defer g.owner.mu.Unlock()
+		g.owner.left = append(g.owner.left, g.path)
+	}
 }
