@@ -17,7 +17,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 func TestMachinesPassTheSuite(t *testing.T) {
 	vmtest.Run(t, vmtest.Setup{
 		Backend: fakevm.New(func(ctx context.Context, g *fakevm.Guest) error { return vmtest.Guest(ctx, g) }),
-		Spec:    func(t *testing.T) vm.Spec { return vm.Spec{Name: t.Name()} },
+		Spec:    func(t testing.TB) vm.Spec { return vm.Spec{Name: t.Name()} },
 	})
 }
 
@@ -52,4 +52,11 @@ func TestStoppingEndsAGuestThatWaits(t *testing.T) {
 	if err := m.Wait(); !errors.Is(err, vm.ErrStopped) {
 		t.Errorf("got %v, want vm.ErrStopped", err)
 	}
+}
+
+func BenchmarkMachine(b *testing.B) {
+	vmtest.Benchmark(b, vmtest.Setup{
+		Backend: fakevm.New(func(ctx context.Context, g *fakevm.Guest) error { return vmtest.Guest(ctx, g) }),
+		Spec:    func(testing.TB) vm.Spec { return vm.Spec{Name: "bench"} },
+	})
 }

@@ -41,7 +41,7 @@ func realConfig(t testing.TB) Config {
 }
 
 // console shows a test what the guest printed, if the test fails.
-func console(t *testing.T) *lockedBuffer {
+func console(t testing.TB) *lockedBuffer {
 	b := new(lockedBuffer)
 	t.Cleanup(func() {
 		if t.Failed() {
@@ -83,7 +83,7 @@ func TestMachinesPassTheSuite(t *testing.T) {
 	vmtest.Run(t, vmtest.Setup{
 		Backend: backend,
 		Bulk:    64 << 20,
-		Spec: func(t *testing.T) vm.Spec {
+		Spec: func(t testing.TB) vm.Spec {
 			return vm.Spec{Name: "suite,1", CPUs: 1, MemoryBytes: 256 << 20, Kernel: kernel, Initrd: initrd, Console: console(t)}
 		},
 	})
@@ -186,4 +186,15 @@ func TestProbeRecognisesAnAcceleratorThatWorks(t *testing.T) {
 	if err := tryBoot(ctx, c, vmtest.Kernel(t)); err != nil {
 		t.Error(err)
 	}
+}
+
+func BenchmarkMachine(b *testing.B) {
+	backend := realBackend(b)
+	kernel, initrd := vmtest.Image(b)
+	vmtest.Benchmark(b, vmtest.Setup{
+		Backend: backend,
+		Spec: func(b testing.TB) vm.Spec {
+			return vm.Spec{Name: "bench", CPUs: 1, MemoryBytes: 256 << 20, Kernel: kernel, Initrd: initrd, Console: console(b)}
+		},
+	})
 }

@@ -17,11 +17,13 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// The ports of the suite. The guest serves the first three.
+// The ports of the suite. The guest serves those below 200.
 const (
 	portEcho    = 101 // what comes back, and then its end
 	portDigest  = 102 // reads to the end, answers with the SHA-256 in hex
 	portSource  = 103 // reads a line with a number, sends so many pseudo-random bytes
+	portDiscard = 104 // reads to the end, answers with one byte
+	portZeros   = 105 // reads a line with a number, sends so many zero bytes
 	portControl = 201 // the guest calls the host: lines of commands, see serve
 	portCalls   = 202 // the guest calls the host when told to
 	portNobody  = 5003
@@ -41,7 +43,9 @@ type Network interface {
 func Guest(ctx context.Context, network Network) error {
 	listeners := make(map[uint32]net.Listener)
 	var serving errgroup.Group
-	for port, serve := range map[uint32]func(conn) error{portEcho: echo, portDigest: digest, portSource: source} {
+	for port, serve := range map[uint32]func(conn) error{
+		portEcho: echo, portDigest: digest, portSource: source, portDiscard: discard, portZeros: zeros,
+	} {
 		l, err := network.Listen(port)
 		if err != nil {
 			return fmt.Errorf("listening on port %d: %w", port, err)
@@ -106,16 +110,45 @@ func digest(c conn) error {
 }
 
 func source(c conn) error {
+	n, err := number(c)
+	if err == nil {
+		_, err = io.Copy(c, noise(n))
+	}
+	return err
+}
+
+func discard(c conn) error {
+	if _, err := io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c}, make([]byte, copySize)); err != nil {
+		return err
+	}
+	_, err := c.Write([]byte{0})
+	return err
+}
+
+func zeros(c conn) error {
+	n, err := number(c)
+	if err != nil {
+		return err
+	}
+	for b := make([]byte, copySize); n > 0; n -= int64(len(b)) {
+		b = b[:min(n, int64(len(b)))]
+		if _, err := c.Write(b); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// copySize is how much is written at a time where speed is measured.
+const copySize = 64 << 10
+
+// number reads a line that has one.
+func number(c conn) (int64, error) {
 	line, err := bufio.NewReader(c).ReadString('\n')
 	if err != nil {
-		return err
+		return 0, err
 	}
-	n, err := strconv.ParseInt(strings.TrimSpace(line), 10, 64)
-	if err != nil {
-		return err
-	}
-	_, err = io.Copy(c, noise(n))
-	return err
+	return strconv.ParseInt(strings.TrimSpace(line), 10, 64)
 }
 
 // noise is n pseudo-random bytes, always the same.

@@ -33,7 +33,7 @@ type Setup struct {
 	// Backend is what is tested.
 	Backend vm.Backend
 	// Spec describes a machine whose guest runs Guest.
-	Spec func(t *testing.T) vm.Spec
+	Spec func(t testing.TB) vm.Spec
 	// Bulk is how many bytes are sent each way, 0 for 16 MiB.
 	Bulk int64
 }
@@ -51,14 +51,13 @@ func Run(t *testing.T, s Setup) {
 
 // running is a machine whose guest has called.
 type running struct {
-	t       *testing.T
 	machine vm.Machine
 	control net.Conn
 	answers *bufio.Reader
 }
 
 // start boots a machine and waits for its guest.
-func (s Setup) start(t *testing.T) *running {
+func (s Setup) start(t testing.TB) *running {
 	t.Helper()
 	m, err := s.Backend.Create(t.Context(), s.Spec(t))
 	if err != nil {
@@ -75,10 +74,10 @@ func (s Setup) start(t *testing.T) *running {
 	if err != nil {
 		t.Fatalf("the guest did not call: %v; the machine: %v", err, m.Wait())
 	}
-	return &running{t: t, machine: m, control: c, answers: bufio.NewReader(c)}
+	return &running{machine: m, control: c, answers: bufio.NewReader(c)}
 }
 
-func stop(t *testing.T, m vm.Machine) {
+func stop(t testing.TB, m vm.Machine) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 10*time.Second)
 	defer cancel()
 	if err := m.Stop(ctx); err != nil {
@@ -86,7 +85,7 @@ func stop(t *testing.T, m vm.Machine) {
 	}
 }
 
-func listen(t *testing.T, m vm.Machine, port uint32) net.Listener {
+func listen(t testing.TB, m vm.Machine, port uint32) net.Listener {
 	t.Helper()
 	l, err := m.Listen(port)
 	if err != nil {
@@ -95,7 +94,7 @@ func listen(t *testing.T, m vm.Machine, port uint32) net.Listener {
 	return l
 }
 
-func (r *running) dial(t *testing.T, port uint32) conn {
+func (r *running) dial(t testing.TB, port uint32) conn {
 	t.Helper()
 	c, err := r.machine.Dial(t.Context(), port)
 	if err != nil {
