@@ -17,7 +17,7 @@ const (
 	maxStaticCost cost = 1_000_000
 	// maxRuntimeCost is what a rule over maxStaticCost may cost in fact. It takes
 	// some hundred milliseconds. Over it the rule is broken.
-	maxRuntimeCost = 5_000_000
+	maxRuntimeCost = 2_000_000
 
 	// What the estimate takes a message to hold at most. What holds more costs
 	// more, in proportion where there are no nested loops.

@@ -1,7 +1,6 @@
 package policy
 
 import (
-	"errors"
 	"fmt"
 	"regexp"
 	"strings"
@@ -20,9 +19,6 @@ import (
 // maxMatched bounds the text that a regular expression sees. RE2 is linear in it,
 // but slow, and nothing interrupts it.
 const maxMatched = 64 << 10
-
-// errTooLong breaks a rule that matches a longer text.
-var errTooLong = errors.New("matches() sees at most 64 KiB of text; contains() sees all")
 
 // functions are what rules can call beside CEL's own: `icontains` and `imatches`
 // take no notice of case, and `matches` is bounded.

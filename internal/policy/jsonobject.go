@@ -77,8 +77,8 @@ func jsonScalar(raw json.RawMessage) ref.Val {
 	return jsonValue(raw)
 }
 
-// all converts the whole object. It panics where that fails, which only a nesting
-// that no message can have brings about; a judgement recovers and is broken.
+// all converts the whole object. That it can be read is known; if it cannot be, the
+// panic makes the judgement fail.
 func (o *object) all() traits.Mapper {
 	if o.whole == nil {
 		v := jsonObject(o.raw)

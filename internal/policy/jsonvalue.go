@@ -13,10 +13,6 @@ import (
 	"github.com/go-json-experiment/json/jsontext"
 )
 
-// maxDepth bounds the nesting of a JSON value. Messages are refused at 128
-// before they are judged; this is for what did not come as a message.
-const maxDepth = 256
-
 // jsonValue converts JSON to CEL values. Whole numbers that fit are ints, larger
 // ones uints where those fit, and all others doubles: comparisons between them
 // are by value. What two readers could understand differently (duplicate names,
@@ -24,39 +20,37 @@ const maxDepth = 256
 func jsonValue(raw json.RawMessage) ref.Val {
 	// jsontext refuses duplicate names and invalid UTF-8 by default.
 	dec := jsontext.NewDecoder(bytes.NewBuffer(raw))
-	v, err := readValue(dec, 0)
+	v, err := readValue(dec)
 	if err == nil {
 		if _, end := dec.ReadToken(); !errors.Is(end, io.EOF) {
 			err = errors.New("there is more after the value")
 		}
 	}
 	if err != nil {
-		return types.WrapErr(fmt.Errorf("reading JSON: %w", err))
+		return types.WrapErr(fmt.Errorf("%w: %w", errUnreadable, err))
 	}
 	return v
 }
 
 // jsonObject is jsonValue for what must be an object.
 func jsonObject(raw json.RawMessage) ref.Val {
-	return ofType(jsonValue(raw), types.MapType, "an object")
+	return ofType(jsonValue(raw), types.MapType)
 }
 
 // jsonList is jsonValue for what must be a list.
-func jsonList(raw json.RawMessage) ref.Val { return ofType(jsonValue(raw), types.ListType, "a list") }
+func jsonList(raw json.RawMessage) ref.Val { return ofType(jsonValue(raw), types.ListType) }
 
-func ofType(v ref.Val, want ref.Type, name string) ref.Val {
+func ofType(v ref.Val, want ref.Type) ref.Val {
 	if types.IsError(v) || v.Type() == want {
 		return v
 	}
-	return types.NewErr("the value is not %s", name)
+	return types.WrapErr(errWrongKind)
 }
 
 func emptyObject() ref.Val { return types.NewRefValMap(types.DefaultTypeAdapter, nil) }
 
-func readValue(dec *jsontext.Decoder, depth int) (ref.Val, error) {
-	if depth > maxDepth {
-		return nil, fmt.Errorf("the value is nested deeper than %d", maxDepth)
-	}
+// readValue converts the next value. The decoder bounds the nesting, to 10,000.
+func readValue(dec *jsontext.Decoder) (ref.Val, error) {
 	tok, err := dec.ReadToken()
 	if err != nil {
 		return nil, err
@@ -71,21 +65,21 @@ func readValue(dec *jsontext.Decoder, depth int) (ref.Val, error) {
 	case jsontext.KindNumber:
 		return number(tok.String()), nil
 	case jsontext.KindBeginObject:
-		return readObject(dec, depth)
+		return readObject(dec)
 	case jsontext.KindBeginArray:
-		return readArray(dec, depth)
+		return readArray(dec)
 	}
 	return nil, fmt.Errorf("unexpected %s", tok.Kind())
 }
 
-func readObject(dec *jsontext.Decoder, depth int) (ref.Val, error) {
+func readObject(dec *jsontext.Decoder) (ref.Val, error) {
 	m := map[ref.Val]ref.Val{}
 	for dec.PeekKind() != jsontext.KindEndObject {
-		name, err := readValue(dec, depth+1)
+		name, err := readValue(dec)
 		if err != nil {
 			return nil, err
 		}
-		if m[name], err = readValue(dec, depth+1); err != nil {
+		if m[name], err = readValue(dec); err != nil {
 			return nil, err
 		}
 	}
@@ -95,10 +89,10 @@ func readObject(dec *jsontext.Decoder, depth int) (ref.Val, error) {
 	return types.NewRefValMap(types.DefaultTypeAdapter, m), nil
 }
 
-func readArray(dec *jsontext.Decoder, depth int) (ref.Val, error) {
+func readArray(dec *jsontext.Decoder) (ref.Val, error) {
 	list := []ref.Val{}
 	for dec.PeekKind() != jsontext.KindEndArray {
-		v, err := readValue(dec, depth+1)
+		v, err := readValue(dec)
 		if err != nil {
 			return nil, err
 		}
@@ -122,7 +116,7 @@ func number(text string) ref.Val {
 	// Out of range gives an infinity, which compares as what it stands for.
 	n, err := strconv.ParseFloat(text, 64)
 	if err != nil && !errors.Is(err, strconv.ErrRange) {
-		return types.WrapErr(fmt.Errorf("reading JSON: %w", err))
+		return types.WrapErr(fmt.Errorf("%w: %w", errUnreadable, err))
 	}
 	return types.Double(n)
 }

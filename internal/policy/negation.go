@@ -1,6 +1,8 @@
 package policy
 
 import (
+	"fmt"
+	"regexp"
 	"strings"
 
 	"cel.dev/cel-go/common/ast"
@@ -58,10 +60,19 @@ func (n *negationFinder) check(e ast.Expr, path string) {
 		if !n.expression.tested[optional] {
 			n.faults = append(n.faults, n.expression.errorAt(e.ID(),
 				"a block must not negate a clause on %s, which a message may leave out to silence the rule: "+
-					"write the exception as `unless`, or say what absence means with has(%s)", path, optional))
+					"write the exception as `unless`, or say what absence means with %s", path, test(optional)))
 			return
 		}
 	}
+}
+
+// test writes the test for a member. A name that is no identifier takes `in`.
+func test(path string) string {
+	group, member, _ := cutLastDot(path)
+	if !regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`).MatchString(member) {
+		return fmt.Sprintf("%q in %s", member, group)
+	}
+	return "has(" + path + ")"
 }
 
 // optionalPrefixes lists the parts of a path that a message may leave out: an

@@ -33,6 +33,7 @@ package policy
 import (
 	"context"
 	"fmt"
+	"runtime"
 
 	"github.com/capsem/capsem/internal/event"
 )
@@ -66,7 +67,10 @@ func (p *Policy) Judge(_ context.Context, ev *event.Event, phase event.Phase, ou
 	}
 	defer func() {
 		if r := recover(); r != nil {
-			v = event.Verdict{Policy: p.digest, Reason: fmt.Sprintf("judging failed: %v", r)}
+			v = event.Verdict{Policy: p.digest, Reason: "judging failed"}
+			if err, ok := r.(runtime.Error); ok { // which quotes no value of the event
+				v.Reason += ": " + err.Error()
+			}
 		}
 	}()
 	buckets, known := p.index[ev.Type]
@@ -133,7 +137,7 @@ func (p *Policy) verdict(hits []hit, t event.Type, phase event.Phase) event.Verd
 		}
 		if h.cause != nil {
 			v.Matches[i].Broken = true
-			v.Matches[i].Reason = fmt.Sprintf("the rule could not be evaluated: %v", h.cause)
+			v.Matches[i].Reason = "the rule could not be evaluated: " + cause(h.cause)
 		}
 	}
 	// Blocks come first.

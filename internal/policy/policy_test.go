@@ -231,6 +231,7 @@ func TestMistakesInRulesAreToldWithPlaceAndRemedy(t *testing.T) {
 		{"not of an element", `mcp.request.arguments.l.exists(x, x.path != "/ws")`, "has(x.path)"},
 		{"not, tested elsewhere", `has(mcp.request.arguments.other) && mcp.request.arguments.path != "/ws"`, "must not negate"},
 		{"not, nested, tested at the end only", `has(mcp.request.arguments.a.b) && mcp.request.arguments.a.b != "/ws"`, "has(mcp.request.arguments.a)"},
+		{"not, a name that is no identifier", `http.headers["x-a"] != "1"`, `"x-a" in http.headers`},
 		{"not, index", `mcp.request.arguments["path"] != "/ws"`, "has(mcp.request.arguments.path)"},
 	}
 	for _, tt := range tests {
@@ -361,8 +362,42 @@ func TestExpensiveRuleIsBrokenOverItsLimit(t *testing.T) {
 		t.Errorf("few elements: got %+v, want an allow", few)
 	}
 	many := p.Judge(t.Context(), testCase{Args: `{"l":[` + strings.Repeat("1,", 2000) + `1]}`}.event(), event.Request, nil)
-	if many.Decision != event.Block || !many.Matches[0].Broken || !strings.Contains(many.Reason, "cost limit") {
+	if many.Decision != event.Block || !many.Matches[0].Broken || !strings.Contains(many.Reason, "more than the limit") {
 		t.Errorf("many elements: got %+v, want a block by the broken rule", many)
+	}
+}
+
+func TestReasonOfABrokenRuleHoldsNothingOfTheEvent(t *testing.T) {
+	p := compile(t, `
+[rules.convert]
+match = 'int(mcp.response.structured.n) > 5'
+action = "block"
+[rules.time]
+match = 'timestamp(mcp.response.structured.n) < event.time'
+action = "block"
+[rules.overload]
+match = 'mcp.response.structured.l.contains("x")'
+action = "block"
+[rules.list]
+match = 'mcp.response.structured.l[int(mcp.response.structured.i)] == 1'
+action = "block"
+[rules.kind]
+match = 'mcp.response.content.exists(c, c.text == "x")'
+action = "block"
+`)
+	c := testCase{Result: `{"content":{"s3cret":"s3cret"},"structuredContent":{"n":"s3cret","l":["s3cret"],"i":77777}}`}
+	v := p.Judge(t.Context(), c.event(), event.Response, c.outcome())
+	encoded, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(v.Matches) != 5 || strings.Contains(string(encoded), "s3cret") || strings.Contains(string(encoded), "77777") {
+		t.Errorf("got %s, want five broken rules and nothing of the response", encoded)
+	}
+	c.Result = `{"structuredContent":{"s3cret":1,"s3cret":2}}`
+	v = p.Judge(t.Context(), c.event(), event.Response, c.outcome())
+	if v.Decision != event.Block || strings.Contains(v.Reason, "s3cret") || !strings.Contains(v.Reason, errUnreadable.Error()) {
+		t.Errorf("got %+v, want a block that says why", v)
 	}
 }
 

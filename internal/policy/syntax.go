@@ -1,7 +1,6 @@
 package policy
 
 import (
-	"errors"
 	"fmt"
 	"regexp"
 	"slices"
@@ -412,5 +411,3 @@ func isCall(e ast.Expr, function string) ([]ast.Expr, bool) {
 	}
 	return e.AsCall().Args(), true
 }
-
-var errNotBoolean = errors.New("a rule must be true or false")

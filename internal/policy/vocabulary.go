@@ -8,6 +8,7 @@ import (
 	"cel.dev/cel-go/cel"
 	"cel.dev/cel-go/common"
 	"cel.dev/cel-go/common/ast"
+	"cel.dev/cel-go/common/types"
 	"cel.dev/cel-go/common/types/ref"
 	"cel.dev/cel-go/ext"
 	"cel.dev/cel-go/parser"
@@ -45,6 +46,9 @@ type slot struct {
 }
 
 func newVocabulary() (*vocabulary, error) {
+	// CEL shares this error between all evaluations and writes the first node that
+	// returns it into it; once it has a node, nobody writes.
+	types.LabelErrNode(1, types.NoSuchOverloadErr())
 	v := &vocabulary{fields: declaredFields(), slots: map[string]slot{}, groups: map[string]bool{}}
 	limits := []cel.EnvOption{
 		cel.ParserRecursionLimit(maxNesting), cel.ExpressionNodeLimit(maxExpressionNodes),
