@@ -261,11 +261,16 @@ func (c *conn) first(sql string) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	return c.column(handle, 0)
+}
+
+// column gives one column of a statement's first row, and ends the statement.
+func (c *conn) column(handle uintptr, index int32) (string, error) {
 	defer sqlite3.Xsqlite3_finalize(c.tls, handle)
 	switch rc := sqlite3.Xsqlite3_step(c.tls, handle); rc {
 	case sqlite3.SQLITE_ROW:
-		p := sqlite3.Xsqlite3_column_text(c.tls, handle, 0)
-		n := sqlite3.Xsqlite3_column_bytes(c.tls, handle, 0)
+		p := sqlite3.Xsqlite3_column_text(c.tls, handle, index)
+		n := sqlite3.Xsqlite3_column_bytes(c.tls, handle, index)
 		if p == 0 {
 			return "", nil
 		}

@@ -99,7 +99,7 @@ func TestManyKindsOfMalformedInputAreBounded(t *testing.T) {
 		}
 		for i := range 1000 {
 			p := malformed("bad name")
-			p.Method = fmt.Sprint(i) + strings.Repeat("x", 1<<20)
+			p.Method = fmt.Sprint(i) + strings.Repeat("x", 2*MaxText)
 			if err := l.Protocol(t.Context(), p); err != nil {
 				t.Fatal(err)
 			}
