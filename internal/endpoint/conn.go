@@ -30,6 +30,8 @@ const greetTime = 10 * time.Second
 type conn struct {
 	e      *Endpoint
 	net    net.Conn
+	// caller is the guest, with the claim of the metadata line; a frame has one
+	// of its own. It does not change once the line is read.
 	caller inspect.Caller
 	out    *queue
 	// more says that both sides take messages in several frames.
@@ -58,11 +60,13 @@ type request struct {
 func (c *conn) serve(ctx context.Context) {
 	stop := context.AfterFunc(ctx, func() { c.closeNet() })
 	defer func() {
+		// Nothing more is written: the guest is gone, or an answer could be
+		// mistaken for another's.
 		c.cancel(errDisconnected)
+		c.closeNet()
 		c.wg.Wait()
 		c.out.close()
 		stop()
-		c.closeNet()
 	}()
 	r := bufio.NewReaderSize(c.net, 64<<10)
 	if err := c.greet(r); err != nil {
@@ -136,17 +140,18 @@ func (c *conn) badFrame(ctx context.Context, err error) error {
 
 // frame takes one whole message. An error ends the connection.
 func (c *conn) frame(ctx context.Context, f guestproto.MCPFrame) error {
+	who := c.caller
 	if f.Process != "" {
-		c.caller.Process = f.Process
+		who.Process = f.Process
 	}
 	if f.Notification {
-		c.notification(ctx, f.Payload)
+		c.notification(ctx, who, f.Payload)
 		return nil
 	}
 	c.mu.Lock()
 	_, open := c.requests[f.Stream]
 	used := f.Stream <= c.highest
-	if !used {
+	if !used && f.Stream < guestproto.FirstHostStream {
 		c.highest = f.Stream
 	}
 	c.mu.Unlock()
@@ -165,7 +170,7 @@ func (c *conn) frame(ctx context.Context, f guestproto.MCPFrame) error {
 	}
 	switch m.Kind {
 	case jsonrpc.Request:
-		return c.begin(ctx, f.Stream, m)
+		return c.begin(ctx, who, f.Stream, m)
 	case jsonrpc.Notification:
 		return c.refuseOn(ctx, f.Stream, nil, "id_missing")
 	case jsonrpc.Response:
@@ -201,7 +206,7 @@ func (c *conn) refuse(ctx context.Context, r Refused) {
 
 // begin serves a request in the background, or answers that there is too much
 // already.
-func (c *conn) begin(ctx context.Context, stream uint32, m jsonrpc.Message) error {
+func (c *conn) begin(ctx context.Context, who inspect.Caller, stream uint32, m jsonrpc.Message) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	c.mu.Lock()
 	full := len(c.requests) >= MaxInFlightConn
@@ -210,7 +215,7 @@ func (c *conn) begin(ctx context.Context, stream uint32, m jsonrpc.Message) erro
 		c.mu.Unlock()
 		c.wg.Go(func() {
 			defer cancel(nil)
-			answer := c.answer(ctx, m)
+			answer := c.answer(ctx, who, m)
 			c.mu.Lock()
 			delete(c.requests, stream)
 			c.mu.Unlock()
@@ -226,7 +231,7 @@ func (c *conn) begin(ctx context.Context, stream uint32, m jsonrpc.Message) erro
 	}
 	c.mu.Unlock()
 	defer cancel(nil)
-	return c.reply(stream, c.busy(ctx, m, full))
+	return c.reply(stream, c.busy(ctx, who, m, full))
 }
 
 // reply queues an answer. One without bytes says that the stream is done and

@@ -21,7 +21,7 @@ import (
 var versions = []string{"2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05"}
 
 // answer serves one request.
-func (c *conn) answer(ctx context.Context, m jsonrpc.Message) []byte {
+func (c *conn) answer(ctx context.Context, who inspect.Caller, m jsonrpc.Message) []byte {
 	timeout := RequestTimeout
 	if m.Method == "tools/call" {
 		timeout = CallTimeout
@@ -29,9 +29,9 @@ func (c *conn) answer(ctx context.Context, m jsonrpc.Message) []byte {
 	ctx, cancel := context.WithTimeoutCause(ctx, timeout, fmt.Errorf("no answer within %s", timeout))
 	defer cancel()
 	if m.Method == "tools/call" {
-		return c.call(ctx, m)
+		return c.call(ctx, who, m)
 	}
-	return c.own(ctx, m, c.local(m))
+	return c.own(ctx, who, m, c.local(m))
 }
 
 // local is how we answer a method that no server is asked for.
@@ -50,8 +50,8 @@ func (c *conn) local(m jsonrpc.Message) func(context.Context) (json.RawMessage, 
 }
 
 // own takes a request that we answer ourselves through the gate.
-func (c *conn) own(ctx context.Context, m jsonrpc.Message, do func(context.Context) (json.RawMessage, *event.Error)) []byte {
-	ev := c.caller.MCP(inspect.Message{
+func (c *conn) own(ctx context.Context, who inspect.Caller, m jsonrpc.Message, do func(context.Context) (json.RawMessage, *event.Error)) []byte {
+	ev := who.MCP(inspect.Message{
 		Method: m.Method, ID: m.ID, Params: m.Params, Origin: event.OriginMCP, Transport: "vsock",
 	})
 	_, out := c.e.opts.Gate.Do(ctx, ev, func(ctx context.Context) event.Outcome {
@@ -69,7 +69,7 @@ func (c *conn) own(ctx context.Context, m jsonrpc.Message, do func(context.Conte
 
 // busy answers a request for which there is no room. A tools/call has its row
 // all the same.
-func (c *conn) busy(ctx context.Context, m jsonrpc.Message, connFull bool) []byte {
+func (c *conn) busy(ctx context.Context, who inspect.Caller, m jsonrpc.Message, connFull bool) []byte {
 	text := fmt.Sprintf("busy: %d requests or %d bytes are under way; wait for answers", MaxInFlight, MaxHeld)
 	if connFull {
 		text = fmt.Sprintf("busy: %d requests are in flight on this connection; wait for answers", MaxInFlightConn)
@@ -83,13 +83,13 @@ func (c *conn) busy(ctx context.Context, m jsonrpc.Message, connFull bool) []byt
 		}
 		msg.Call = &tc
 	}
-	ev := c.caller.MCP(msg)
+	ev := who.MCP(msg)
 	_, out := c.e.opts.Gate.Do(ctx, ev, func(ctx context.Context) event.Outcome { return failed(ctx, failure, false) })
 	return reply(m.ID, ev, out)
 }
 
 // call takes a tools/call to the server that has the tool.
-func (c *conn) call(ctx context.Context, m jsonrpc.Message) []byte {
+func (c *conn) call(ctx context.Context, who inspect.Caller, m jsonrpc.Message) []byte {
 	tc, parseErr := inspect.ParseToolCall(m.Params)
 	msg := inspect.Message{
 		Method: m.Method, ID: m.ID, Params: m.Params, Origin: event.OriginMCP, Transport: "vsock", Call: &tc,
@@ -104,7 +104,7 @@ func (c *conn) call(ctx context.Context, m jsonrpc.Message) []byte {
 			}
 		}
 	}
-	ev := c.caller.MCP(msg)
+	ev := who.MCP(msg)
 	_, out := c.e.opts.Gate.Do(ctx, ev, func(ctx context.Context) event.Outcome {
 		switch {
 		case parseErr != nil:
@@ -216,7 +216,7 @@ func reply(id json.RawMessage, ev *event.Event, out event.Outcome) []byte {
 }
 
 // notification takes a message that nobody answers.
-func (c *conn) notification(ctx context.Context, payload []byte) {
+func (c *conn) notification(ctx context.Context, who inspect.Caller, payload []byte) {
 	m, err := jsonrpc.Parse(payload)
 	var bad *jsonrpc.Error
 	switch {
@@ -230,7 +230,7 @@ func (c *conn) notification(ctx context.Context, payload []byte) {
 		c.refuse(ctx, Refused{Method: m.Method, ID: m.ID, Detail: "notification: it has an id"})
 		return
 	}
-	ev := c.caller.MCP(inspect.Message{Method: m.Method, Params: m.Params, Origin: event.OriginMCP, Transport: "vsock"})
+	ev := who.MCP(inspect.Message{Method: m.Method, Params: m.Params, Origin: event.OriginMCP, Transport: "vsock"})
 	c.e.opts.Gate.Do(ctx, ev, func(context.Context) event.Outcome {
 		switch m.Method {
 		case "notifications/initialized":
