@@ -25,7 +25,7 @@ func execTool() tool {
 	return define(spec{
 		name:  "capsem_exec",
 		title: "Run a command in a VM",
-		text: `Run a command in a VM that is running, and wait for its end. Use capsem_create first, or capsem_list to find a VM.
+		text: `Run a command in a VM that is running, and wait for its end. Use it for each step of work in a VM that capsem_create made, or that capsem_list shows.
 Returns exit code, stdout and stderr. A non-zero exit code is a normal result. Without timeoutSeconds (or with 0) it may run for ever; with it, the command and all it started are killed when the time is over, timedOut is true, and what it wrote until then is there. Cancelling the call kills it as well.
 At most 1 MiB of each stream is returned; truncated says so, and stdoutBytes and stderrBytes are true sizes: redirect to a file and read that with capsem_read_file where more is needed. To leave something running, start it in the background with its output redirected.`,
 		hints: hints{destructive: true, openWorld: true},

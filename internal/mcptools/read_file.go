@@ -1,9 +1,8 @@
 package mcptools
 
 import (
-	"bytes"
 	"context"
-	"fmt"
+	"errors"
 	"net/url"
 	"strconv"
 
@@ -63,7 +62,7 @@ Returns content and how it is encoded: utf8 where all of what is returned is UTF
 		if err != nil {
 			return readFileResult{}, err
 		}
-		content := part.Bytes()
+		content := part.kept
 		// A file without a size (in /proc) ends where less came than was asked for.
 		end := in.Offset + int64(len(content))
 		truncated := int64(len(content)) == in.Limit && (end < info.Size || info.Size == 0)
@@ -87,13 +86,14 @@ Returns content and how it is encoded: utf8 where all of what is returned is UTF
 
 // bounded keeps what is written to it, and no more than was asked for.
 type bounded struct {
-	bytes.Buffer
+	kept []byte
 	left int64
 }
 
 func (b *bounded) Write(p []byte) (int, error) {
 	if b.left -= int64(len(p)); b.left < 0 {
-		return 0, fmt.Errorf("more arrived than was asked for")
+		return 0, errors.New("more arrived than was asked for")
 	}
-	return b.Buffer.Write(p)
+	b.kept = append(b.kept, p...)
+	return len(p), nil
 }

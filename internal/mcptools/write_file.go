@@ -29,7 +29,7 @@ func writeFileTool() tool {
 	return define(spec{
 		name:  "capsem_write_file",
 		title: "Write a file of a VM",
-		text: `Write a file in a running VM: replace it in one step, or with append add to it. Folders that are missing are made. Use encoding base64 for what is not text.
+		text: `Write a file in a running VM: replace it in one step, or with append add to it. Folders that are missing are made. Use it rather than a shell command: nothing of the content is changed on the way; give encoding base64 for what is not text.
 Returns the file's size. What a call can carry is about 12 MiB of content; write more in parts with append.`,
 		hints: hints{destructive: true},
 		refine: func(p map[string]*jsonschema.Schema) {
