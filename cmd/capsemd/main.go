@@ -127,14 +127,15 @@ func inherited(fd int) *os.File {
 	return os.NewFile(uintptr(fd), "pipe")
 }
 
-// runVM runs a VM. Its secrets come on descriptor 3, its progress goes to 4.
+// runVM runs a VM. What the service hands over comes on descriptor 3, progress
+// goes to 4.
 func runVM(ctx context.Context, id string, log *slog.Logger) error {
-	handover, progress := inherited(3), inherited(4)
-	if handover == nil || progress == nil || !config.IsID(id) {
+	pipe, progress := inherited(3), inherited(4)
+	if pipe == nil || progress == nil || !config.IsID(id) {
 		return errors.New("capsemd vm is started by the service, for a VM's id")
 	}
-	secrets, err := config.ReadHandover(handover)
-	if err := errors.Join(err, handover.Close()); err != nil {
+	handover, err := config.ReadHandover(pipe)
+	if err := errors.Join(err, pipe.Close()); err != nil {
 		return err
 	}
 	env := config.OSEnv()
@@ -147,7 +148,7 @@ func runVM(ctx context.Context, id string, log *slog.Logger) error {
 		return err
 	}
 	return session.Run(ctx, session.Options{
-		Home: home, ID: id, Secrets: secrets, Progress: progress, Executable: self, Env: env, Version: version, Log: log,
+		Home: home, ID: id, Handover: handover, Progress: progress, Executable: self, Env: env, Version: version, Log: log,
 	})
 }
 

@@ -490,7 +490,7 @@ func TestDamagedRecordsAreRefused(t *testing.T) {
 }
 
 func TestProcessIdentityKnowsItsProcessFromItsSuccessor(t *testing.T) {
-	cmd := exec.Command("cat")
+	cmd := exec.CommandContext(t.Context(), "cat")
 	stdin, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)

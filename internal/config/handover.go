@@ -6,20 +6,33 @@ import (
 	"io"
 )
 
-// maxHandover bounds what WriteHandover writes, in bytes.
+// maxHandover bounds what Handover.Write writes, in bytes.
 const maxHandover = 4 << 20
 
-// WriteHandover writes secrets, by name, for the process that will use them. w
-// is a pipe to that process alone: this is the one encoding in which secrets
-// are readable.
-func WriteHandover(w io.Writer, secrets map[string]Secret) error {
-	plain := make(map[string]string, len(secrets))
-	for name, s := range secrets {
-		plain[name] = s.Reveal()
+// Handover is what the service tells a VM's process, and it alone, when it
+// starts it.
+type Handover struct {
+	// Initiator is who started the VM, in the form of inspect.FormatInitiator.
+	Initiator string
+	// Secrets are those that the profile's servers refer to, by name.
+	Secrets map[string]Secret
+}
+
+// handover is its encoding, the one in which secrets are readable.
+type handover struct {
+	Initiator string            `json:"initiator"`
+	Secrets   map[string]string `json:"secrets"`
+}
+
+// Write writes the handover to a pipe to the process that will use it.
+func (h Handover) Write(w io.Writer) error {
+	plain := handover{Initiator: h.Initiator, Secrets: make(map[string]string, len(h.Secrets))}
+	for name, s := range h.Secrets {
+		plain.Secrets[name] = s.Reveal()
 	}
 	b, err := json.Marshal(plain)
 	if err != nil {
-		return fmt.Errorf("encoding secrets: %w", err)
+		return fmt.Errorf("encoding the handover: %w", err)
 	}
 	if len(b) > maxHandover {
 		return fmt.Errorf("handing over secrets: they have %d bytes, the limit is %d", len(b), maxHandover)
@@ -30,20 +43,20 @@ func WriteHandover(w io.Writer, secrets map[string]Secret) error {
 	return nil
 }
 
-// ReadHandover reads what WriteHandover wrote, to the end of r.
-func ReadHandover(r io.Reader) (map[string]Secret, error) {
+// ReadHandover reads what Handover.Write wrote, to the end of r.
+func ReadHandover(r io.Reader) (Handover, error) {
 	b, err := io.ReadAll(io.LimitReader(r, maxHandover+1))
 	if err != nil {
-		return nil, fmt.Errorf("taking over secrets: %w", err)
+		return Handover{}, fmt.Errorf("reading the handover: %w", err)
 	}
-	var plain map[string]string
+	var plain handover
 	if err := json.Unmarshal(b, &plain); err != nil {
 		// The decoder's message may quote its input.
-		return nil, fmt.Errorf("taking over secrets: %d bytes are no JSON object of strings", len(b))
+		return Handover{}, fmt.Errorf("reading the handover: %d bytes are not of its form", len(b))
 	}
-	secrets := make(map[string]Secret, len(plain))
-	for name, value := range plain {
-		secrets[name] = NewSecret(value)
+	h := Handover{Initiator: plain.Initiator, Secrets: make(map[string]Secret, len(plain.Secrets))}
+	for name, value := range plain.Secrets {
+		h.Secrets[name] = NewSecret(value)
 	}
-	return secrets, nil
+	return h, nil
 }

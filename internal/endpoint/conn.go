@@ -28,8 +28,8 @@ const greetTime = 10 * time.Second
 
 // conn is one connection of the guest.
 type conn struct {
-	e      *Endpoint
-	net    net.Conn
+	e   *Endpoint
+	net net.Conn
 	// caller is the guest, with the claim of the metadata line; a frame has one
 	// of its own. It does not change once the line is read.
 	caller inspect.Caller

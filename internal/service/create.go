@@ -14,6 +14,7 @@ import (
 
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
+	"github.com/capsem/capsem/internal/event"
 	"github.com/capsem/capsem/internal/image"
 )
 
@@ -101,13 +102,13 @@ func (s *Service) create(r *http.Request, req api.CreateRequest, step func(strin
 		}
 		m = fresh
 		defer close(m.made)
-		return s.bringUp(ctx, m, step)
+		return s.bringUp(ctx, m, caller(r).Initiator, step)
 	})
 	return m, err
 }
 
 // bringUp makes a reserved VM's folder and starts it.
-func (s *Service) bringUp(ctx context.Context, m *machine, step func(string)) error {
+func (s *Service) bringUp(ctx context.Context, m *machine, by event.Initiator, step func(string)) error {
 	done, err := m.take(ctx)
 	if err != nil {
 		s.registry.release(m)
@@ -120,7 +121,7 @@ func (s *Service) bringUp(ctx context.Context, m *machine, step func(string)) er
 		err = m.set(func(*config.VMRecord) {})
 	}
 	if err == nil {
-		err = m.start(ctx, step)
+		err = m.start(ctx, by, step)
 	}
 	if err == nil {
 		return nil

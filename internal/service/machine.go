@@ -12,6 +12,7 @@ import (
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/client"
 	"github.com/capsem/capsem/internal/config"
+	"github.com/capsem/capsem/internal/event"
 )
 
 // machine is one VM: its record, and its process while it runs.
@@ -210,7 +211,7 @@ const startedWithin = 2 * time.Minute
 
 // start runs the VM's process and waits until a command would succeed. The
 // caller has the VM's turn.
-func (m *machine) start(ctx context.Context, step func(string)) error {
+func (m *machine) start(ctx context.Context, by event.Initiator, step func(string)) error {
 	record, proc := m.snapshot()
 	if proc != nil {
 		return &api.Error{Code: api.CodeState, Message: record.Name + " runs already", VM: record.ID}
@@ -223,7 +224,7 @@ func (m *machine) start(ctx context.Context, step func(string)) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, startedWithin)
 	defer cancel()
-	proc, err := m.s.spawn(ctx, m)
+	proc, err := m.s.spawn(ctx, m, by)
 	if err != nil {
 		return errors.Join(err, m.set(func(r *config.VMRecord) { r.State, r.Reason = config.Failed, err.Error() }))
 	}

@@ -14,6 +14,8 @@ import (
 
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
+	"github.com/capsem/capsem/internal/event"
+	"github.com/capsem/capsem/internal/inspect"
 )
 
 // process is a VM's host process. It is no child to care for: it outlives the
@@ -118,9 +120,9 @@ func (p *process) ready(ctx context.Context, step func(string)) (notes []string,
 	}
 }
 
-// spawn starts the VM's process. It gets its secrets and says how it goes
+// spawn starts the VM's process, for whom by says. It gets its secrets and says how it goes
 // through pipes, 3 and 4.
-func (s *Service) spawn(ctx context.Context, m *machine) (_ *process, err error) {
+func (s *Service) spawn(ctx context.Context, m *machine, by event.Initiator) (_ *process, err error) {
 	secrets, err := s.secretsFor(m.record.Profile)
 	if err != nil {
 		return nil, err
@@ -156,7 +158,7 @@ func (s *Service) spawn(ctx context.Context, m *machine) (_ *process, err error)
 		return nil, errors.Join(err, progress.Close(), cmd.Process.Kill())
 	}
 	proc.progress = progress
-	if err := config.WriteHandover(secretsIn, secrets); err != nil {
+	if err := (config.Handover{Initiator: inspect.FormatInitiator(by), Secrets: secrets}).Write(secretsIn); err != nil {
 		proc.kill()
 		return nil, errors.Join(err, progress.Close())
 	}

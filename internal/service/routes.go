@@ -201,7 +201,7 @@ func (s *Service) serveStart(w http.ResponseWriter, r *http.Request) error {
 				return err
 			}
 			defer done()
-			return m.start(ctx, step)
+			return m.start(ctx, caller(r).Initiator, step)
 		})
 		return m.view(), err
 	})

@@ -22,6 +22,7 @@ import (
 	"github.com/capsem/capsem/internal/guest"
 	"github.com/capsem/capsem/internal/guestproto"
 	"github.com/capsem/capsem/internal/image"
+	"github.com/capsem/capsem/internal/inspect"
 	"github.com/capsem/capsem/internal/launch"
 	"github.com/capsem/capsem/internal/vm"
 	"github.com/capsem/capsem/internal/vm/qemu"
@@ -56,7 +57,11 @@ func (s *Session) boot(ctx context.Context, undo *closers) (notes []string, err 
 	detail := fmt.Sprintf("image %s@sha256:%s, %d cpus, %d MiB, accelerator %s",
 		s.record.Spec.Image, s.record.Spec.ImageDigest, spec.CPUs, spec.MemoryBytes>>20, s.state.Accelerator)
 	var failure error
-	ev := s.caller(event.Initiator{Kind: event.Person}).Boot(detail)
+	by, err := inspect.ParseInitiator(s.opts.Handover.Initiator)
+	if err != nil {
+		return nil, err
+	}
+	ev := s.caller(by).Boot(detail)
 	verdict, out := s.gate.Do(ctx, ev, func(ctx context.Context) event.Outcome {
 		s.say(api.Progress{Step: "booting"})
 		failure = s.bringUp(ctx, backend, spec)

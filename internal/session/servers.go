@@ -123,7 +123,7 @@ var serverVariables = []string{"HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM
 func (s *Session) define(c config.Server) (toolproto.Server, error) {
 	def := toolproto.Server{Name: c.Name, Command: c.Command, Args: c.Args, URL: c.URL}
 	get := func(name string) (config.Secret, error) {
-		secret, ok := s.opts.Secrets[name]
+		secret, ok := s.opts.Handover.Secrets[name]
 		if !ok {
 			return config.Secret{}, fmt.Errorf("server %s needs the secret %s, which was not handed over", c.Name, name)
 		}

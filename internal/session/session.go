@@ -38,8 +38,8 @@ type Options struct {
 	Home config.Home
 	// ID is the VM's.
 	ID string
-	// Secrets are those that the profile's servers refer to, by name.
-	Secrets map[string]config.Secret
+	// Handover is what the service gave along.
+	Handover config.Handover
 	// Progress hears, as api.Progress lines, what is done until a command would
 	// succeed, and then the notes for the VM's user or the failure.
 	Progress io.Writer
@@ -171,8 +171,8 @@ func (s *Session) say(p api.Progress) {
 
 // openLedger opens the record and the rules, and joins them to the gate.
 func (s *Session) openLedger(ctx context.Context, undo *closers) error {
-	secrets := make([]string, 0, len(s.opts.Secrets))
-	for _, secret := range s.opts.Secrets {
+	secrets := make([]string, 0, len(s.opts.Handover.Secrets))
+	for _, secret := range s.opts.Handover.Secrets {
 		secrets = append(secrets, secret.Reveal())
 	}
 	redactor, err := ledger.NewRedactor(secrets...)
