@@ -90,6 +90,9 @@ func (x *execution) run(timeout time.Duration) (event.ExecResult, error) {
 		go x.forwardInput()
 	}
 	err := x.hear()
+	if err != nil {
+		x.cancel(err) // at once, also while a writer of ours takes its time
+	}
 	x.in.End()
 	x.out.Close()
 	close(x.done)

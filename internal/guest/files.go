@@ -143,10 +143,7 @@ func (g *Guest) WriteFile(ctx context.Context, f guestproto.WriteFile, r io.Read
 	credit.Close()
 	if err != nil {
 		s.cancel(err)
-		// r's error is the cause of what the guest then says.
-		if serr := <-sent; serr != nil && !errors.Is(serr, errNoCredit) && !isRefusal(err) {
-			err = serr
-		}
+		<-sent // its error is err, or came of it
 		return info, err
 	}
 	if err := <-sent; err != nil {
@@ -156,12 +153,6 @@ func (g *Guest) WriteFile(ctx context.Context, f guestproto.WriteFile, r io.Read
 		return info, &ProtocolError{"the digest of a file is not that of its bytes"}
 	}
 	return answer, nil
-}
-
-// isRefusal reports whether the guest itself said what is wrong.
-func isRefusal(err error) bool {
-	_, ok := errors.AsType[*Error](err)
-	return ok
 }
 
 // hearWrite takes in acks until the guest says that the file is in place.
