@@ -60,7 +60,7 @@ func startTime(pid int) (ticks uint64, state byte, err error) {
 	// what follows it begins after the last parenthesis, with field 3.
 	_, rest, ok := cutLast(data, ')')
 	fields := strings.Fields(string(rest))
-	const stateField, startField = 3 - 3, 22 - 3
+	const startField = 22 - 3
 	if !ok || len(fields) <= startField {
 		return 0, 0, fmt.Errorf("identifying process %d: /proc/%d/stat has an unknown form", pid, pid)
 	}
@@ -68,7 +68,7 @@ func startTime(pid int) (ticks uint64, state byte, err error) {
 	if err != nil {
 		return 0, 0, fmt.Errorf("identifying process %d: %w", pid, err)
 	}
-	return ticks, fields[stateField][0], nil
+	return ticks, fields[0][0], nil
 }
 
 func cutLast(b []byte, sep byte) (before, after []byte, found bool) {

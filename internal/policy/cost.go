@@ -58,7 +58,7 @@ func (sizes) EstimateSize(node celcost.AstNode) *celcost.SizeEstimate {
 func (sizes) EstimateCallCost(function, _ string, _ *celcost.AstNode, _ []celcost.AstNode) *celcost.CallEstimate {
 	switch function {
 	case "icontains", matchesCall, imatchesCall:
-		return &celcost.CallEstimate{CostEstimate: celcost.CostEstimate{Max: estimatedText}}
+		return &celcost.CallEstimate{CostEstimate: celcost.Estimate{Max: estimatedText}}
 	}
 	return nil
 }

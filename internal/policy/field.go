@@ -60,17 +60,6 @@ type field struct {
 	read func(*facts) ref.Val
 }
 
-// members reports whether the field's value has members of its own that a message
-// may lack.
-func (f *field) members() bool {
-	switch f.typ.Kind() {
-	case types.MapKind, types.DynKind, types.ListKind:
-		return true
-	default:
-		return false
-	}
-}
-
 // Field describes a field for the reference.
 type Field struct {
 	// Name is what a rule writes: `mcp.server.name`.

@@ -215,7 +215,7 @@ func TestMistakesInRulesAreToldWithPlaceAndRemedy(t *testing.T) {
 		{"maybe not a boolean", `mcp.request.arguments.ok`, "a rule must be true or false, and this is dyn"},
 		{"types", `mcp.method == 5`, "no matching overload"},
 		{"syntax", `mcp.method == `, "profile.toml:2:"},
-		{"function", `mcp.method.contians("x")`, "unknown function contians() (did you mean contains()?)"},
+		{"function", `mcp.method.contans("x")`, "unknown function contans() (did you mean contains()?)"},
 		{"later function", `mcp.request.text.contains_pii()`, "not supported by this version"},
 		{"pattern", `mcp.method.matches("(")`, "the pattern of matches() is not valid"},
 		{"chosen pattern", `mcp.method.matches(mcp.request.text)`, "the pattern of matches() must be a literal"},

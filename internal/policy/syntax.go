@@ -196,7 +196,7 @@ func (r *resolver) call(e ast.Expr) {
 			}
 		}
 	}
-	if _, namespaced := r.namespaced(c); c.IsMemberFunction() && !namespaced {
+	if c.IsMemberFunction() && !r.namespaced(c) {
 		r.resolve(c.Target())
 	}
 	args := c.Args()
@@ -209,15 +209,14 @@ func (r *resolver) call(e ast.Expr) {
 	}
 }
 
-// namespaced returns the whole name of a function like sets.contains, which the
+// namespaced reports whether c calls a function like sets.contains, which the
 // syntax shows as a call on `sets`.
-func (r *resolver) namespaced(c ast.CallExpr) (string, bool) {
+func (r *resolver) namespaced(c ast.CallExpr) bool {
 	if !c.IsMemberFunction() {
-		return "", false
+		return false
 	}
 	namespace, ok := dotted(c.Target())
-	name := namespace + "." + c.FunctionName()
-	return name, ok && r.vocabulary.typed.HasFunction(name)
+	return ok && r.vocabulary.typed.HasFunction(namespace+"."+c.FunctionName())
 }
 
 // has resolves what a has() asks about. Its own member is tested; what leads to
@@ -260,7 +259,7 @@ func isIteration(function string) bool {
 func (r *resolver) checkFunction(e ast.Expr) {
 	c := e.AsCall()
 	name, args := c.FunctionName(), c.Args()
-	if _, namespaced := r.namespaced(c); namespaced {
+	if r.namespaced(c) {
 		return
 	}
 	switch {
