@@ -131,19 +131,32 @@ func (m *monitor) execute(ctx context.Context, command string, arguments any) (j
 		return nil, fmt.Errorf("sending the monitor command %s: %w", command, err)
 	}
 	for {
-		select {
-		case r := <-m.replies:
-			if r.ID == nil || *r.ID != m.last {
-				continue // of a command that was given up
-			}
-			if r.Error != nil {
-				return nil, fmt.Errorf("monitor command %s: %w", command, r.Error)
-			}
-			return r.Return, nil
-		case <-m.ended:
-			return nil, fmt.Errorf("monitor command %s: %w", command, errMonitor)
-		case <-ctx.Done():
-			return nil, fmt.Errorf("monitor command %s: %w", command, ctx.Err())
+		r, err := m.reply(ctx)
+		switch {
+		case err != nil:
+			return nil, fmt.Errorf("monitor command %s: %w", command, err)
+		case r.ID == nil || *r.ID != m.last:
+			continue // of a command that was given up
+		case r.Error != nil:
+			return nil, fmt.Errorf("monitor command %s: %w", command, r.Error)
 		}
+		return r.Return, nil
+	}
+}
+
+// reply waits for the next reply. One that QEMU gave as its last is not lost.
+func (m *monitor) reply(ctx context.Context) (reply, error) {
+	select {
+	case r := <-m.replies:
+		return r, nil
+	case <-ctx.Done():
+		return reply{}, ctx.Err()
+	case <-m.ended:
+	}
+	select {
+	case r := <-m.replies:
+		return r, nil
+	default:
+		return reply{}, errMonitor
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -107,6 +108,79 @@ func TestAKernelThatPanicsIsNoOrderlyEnd(t *testing.T) {
 	}
 	if err := m.Stop(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// start boots a kernel without an initramfs and returns when QEMU runs.
+func start(t *testing.T, backend *Backend, kernel *os.File) *Machine {
+	t.Helper()
+	m, err := backend.Create(t.Context(), vm.Spec{Name: t.Name(), CPUs: 1, MemoryBytes: 128 << 20, Kernel: kernel})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := m.Stop(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := m.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return m.(*Machine)
+}
+
+func TestQEMUIsKilledWhenItsSocketDeviceEnds(t *testing.T) {
+	m := start(t, realBackend(t), vmtest.Kernel(t))
+	if err := m.device.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Wait(); err == nil || errors.Is(err, vm.ErrStopped) {
+		t.Errorf("got %v, want that QEMU ended by itself", err)
+	}
+}
+
+func TestAQEMUThatIsKilledByOthersIsNoOrderlyEnd(t *testing.T) {
+	m := start(t, realBackend(t), vmtest.Kernel(t))
+	if err := syscall.Kill(m.PID(), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Wait(); err == nil || !strings.Contains(err.Error(), "signal 9") {
+		t.Errorf("got %v, want the signal", err)
+	}
+}
+
+func TestAStartThatIsCancelledLeavesNothing(t *testing.T) {
+	backend := realBackend(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	m, err := backend.Create(t.Context(), vm.Spec{Name: "x", CPUs: 1, MemoryBytes: 128 << 20, Kernel: vmtest.Kernel(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Start(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want context.Canceled", err)
+	}
+	if err := m.Stop(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestMachinesLeaveNoDescriptorsBehind(t *testing.T) {
+	backend, kernel := realBackend(t), vmtest.Kernel(t)
+	var before int
+	for i := range 3 { // the first opens descriptors of the runtime's
+		m := start(t, backend, kernel)
+		if err := m.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		names, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i > 0 && len(names) > before {
+			t.Errorf("round %d: %d descriptors, %d before", i, len(names), before)
+		}
+		before = len(names)
 	}
 }
 
