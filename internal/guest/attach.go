@@ -123,7 +123,19 @@ func (a *attachment) run(timeout time.Duration) (event.ExecResult, error) {
 	} else if err != nil {
 		err = errors.Join(err, a.lastError(err))
 	}
+	a.linger()
 	return result(exit, a.stdout, a.stderr), err
+}
+
+// linger lets the last word arrive: a client that is still sending acks would
+// otherwise meet a closed connection before it reads on. It ends when the client
+// closes, or takes too long.
+func (a *attachment) linger() {
+	half, ok := a.clientConn.(interface{ CloseWrite() error })
+	if !ok || half.CloseWrite() != nil || a.clientConn.SetReadDeadline(time.Now().Add(lingerTime)) != nil {
+		return // the client has left
+	}
+	_, _ = io.Copy(io.Discard, a.clientConn) // what it says now does not matter
 }
 
 // lastError tells the client, if it is there, why there is no exit.

@@ -65,6 +65,9 @@ const (
 	// hostGrace is what a command's timeout is exceeded by, beside the guest's
 	// own grace, before we end the wait ourselves.
 	hostGrace = 3 * time.Second
+	// lingerTime is how long an attached client may take to close after the last
+	// word.
+	lingerTime = 2 * time.Second
 	// answerTimeout is how long the guest may take for the next message about a
 	// file.
 	answerTimeout = 60 * time.Second

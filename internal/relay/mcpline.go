@@ -237,11 +237,11 @@ func (r *lineReader) read() (l line, err error) {
 		switch {
 		case l.size > 0:
 			l.members.scan(piece)
-			l.size += int64(len(piece))
+			l.size += int64(len(bytes.TrimRight(piece, "\r\n")))
 		case len(l.text)+len(bytes.TrimRight(piece, "\r\n")) > r.max:
 			l.members.scan(l.text)
 			l.members.scan(piece)
-			l.size = int64(len(l.text) + len(piece))
+			l.size = int64(len(l.text) + len(bytes.TrimRight(piece, "\r\n")))
 			l.text = nil
 		default:
 			l.text = append(l.text, piece...)
