@@ -102,16 +102,18 @@ func tryBoot(ctx context.Context, config Config, kernel *os.File) error {
 		}
 		return errors.Join(err, m.Stop(context.WithoutCancel(ctx)))
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- m.Wait() }()
+	ended := make(chan struct{})
+	var end error
+	go func() {
+		defer close(ended)
+		end = m.Wait()
+	}()
 	select {
 	case <-console.seen:
-		err = nil
-	case err = <-ended:
-		if console.found() {
-			err = nil // it printed, and reset itself as told
+	case <-ended:
+		if !console.found() { // else it has reset itself, as it was told
+			err = end
 		}
-		ended <- err
 	case <-ctx.Done():
 		err = fmt.Errorf("a guest under %s did not boot within %s", strings.ToUpper(config.Accelerator), ProbeLimit)
 	}
@@ -168,7 +170,7 @@ func Version(ctx context.Context, config Config) (string, error) {
 	if err := errors.Join(err, write.Close()); err != nil {
 		return "", err
 	}
-	defer context.AfterFunc(ctx, func() { _ = process.Kill() })() // Wait says how it ended
+	defer context.AfterFunc(ctx, func() { _ = process.Kill() })() //nolint:errcheck // Wait says how it ended
 	output := new(tail)
 	_, err = io.Copy(output, read)
 	if err := errors.Join(err, process.Wait()); err != nil {

@@ -51,7 +51,7 @@ func Image(t testing.TB) (kernel, initrd *os.File) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { initrd.Close() })
+	closeAtEnd(t, initrd)
 	if err := cpio.Write(initrd, entries); err != nil {
 		t.Fatal(err)
 	}
@@ -79,7 +79,7 @@ func openFile(t testing.TB, name string) *os.File {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { f.Close() })
+	closeAtEnd(t, f)
 	return f
 }
 

@@ -85,6 +85,14 @@ func stop(t testing.TB, m vm.Machine) {
 	}
 }
 
+func closeAtEnd(t testing.TB, c io.Closer) {
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 func listen(t testing.TB, m vm.Machine, port uint32) net.Listener {
 	t.Helper()
 	l, err := m.Listen(port)
@@ -100,7 +108,7 @@ func (r *running) dial(t testing.TB, port uint32) conn {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { c.Close() })
+	closeAtEnd(t, c)
 	return c.(conn)
 }
 
@@ -323,7 +331,7 @@ func (s Setup) testStop(t *testing.T) {
 	})
 	readers.Go(func() error {
 		if err := r.machine.Wait(); !errors.Is(err, vm.ErrStopped) {
-			return fmt.Errorf("Wait: got %w, want vm.ErrStopped", err)
+			return fmt.Errorf("waiting for a machine that was stopped: got %w, want vm.ErrStopped", err)
 		}
 		return nil
 	})

@@ -66,7 +66,7 @@ func startDevice(t testing.TB) (*Device, *net.UnixConn) {
 		t.Fatal(err)
 	}
 	ours, theirs := unixConn(t, fds[0]), unixConn(t, fds[1])
-	d := Serve(ours, guestCID, slog.New(slog.NewTextHandler(io.Discard, nil)))
+	d := Serve(ours, guestCID, slog.New(slog.DiscardHandler))
 	t.Cleanup(func() {
 		theirs.Close()
 		d.Close()

@@ -73,10 +73,15 @@ func FuzzMessageRoundTrip(f *testing.F) {
 func FuzzSession(f *testing.F) {
 	var good []byte
 	for _, m := range []message{
-		{request: reqGetFeatures}, {request: reqSetFeatures, payload: u64(features)}, {request: reqGetQueueNum},
-		{request: reqSetVringNum, payload: vringState{0, 128}.encode()}, {request: reqSetVringAddr, payload: vringAddr{}.encode()},
-		{request: reqSetVringCall, payload: u64(noDescriptor)}, {request: reqSetVringEnable, payload: vringState{1, 1}.encode()},
-		{request: reqGetConfig, payload: configPayload{data: make([]byte, 8)}.encode()}, {request: reqGetVringBase, payload: vringState{1, 1}.encode()},
+		{request: reqGetFeatures},
+		{request: reqSetFeatures, payload: u64(features)},
+		{request: reqGetQueueNum},
+		{request: reqSetVringNum, payload: vringState{0, 128}.encode()},
+		{request: reqSetVringAddr, payload: vringAddr{}.encode()},
+		{request: reqSetVringCall, payload: u64(noDescriptor)},
+		{request: reqSetVringEnable, payload: vringState{1, 1}.encode()},
+		{request: reqGetConfig, payload: configPayload{data: make([]byte, 8)}.encode()},
+		{request: reqGetVringBase, payload: vringState{1, 1}.encode()},
 	} {
 		m.flags = flagVersion
 		good = appendMessage(good, &m)
