@@ -10,9 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -26,24 +24,19 @@ const (
 )
 
 func TestMain(m *testing.M) {
-	switch os.Getenv(childVar) {
-	case "":
-		os.Exit(m.Run())
-	case "writer":
+	if os.Getenv(childVar) == "writer" {
 		os.Exit(childWriter())
-	case "full disk":
-		os.Exit(childFullDisk())
 	}
-	os.Exit(2)
+	os.Exit(m.Run())
 }
 
-func child(t *testing.T, what, path string) *exec.Cmd {
+func child(t *testing.T, what, path string, args ...string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), self)
+	cmd := exec.CommandContext(t.Context(), self, args...)
 	cmd.Env = append(os.Environ(), childVar+"="+what, pathVar+"="+path)
 	cmd.Stderr = os.Stderr
 	return cmd
@@ -153,6 +146,28 @@ func checkAfterKill(t *testing.T, path string, said map[string]string) {
 	checkIntegrity(t, openAt(t, path, Options{}))
 }
 
+// die leaves the file as a killed process does.
+func (l *Ledger) die(t *testing.T) {
+	t.Helper()
+	l.shut()
+	if err := l.release(nil); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestClosingInterruptsWhatIsPending(t *testing.T) {
+	l := openTest(t, Options{})
+	if _, err := l.Begin(t.Context(), toolCallEvent(t, `{}`), allow()); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := rows(t, l.path, "SELECT status FROM tool_calls"); !cmp.Equal(got, [][]any{{"interrupted"}}) {
+		t.Errorf("got %v", got)
+	}
+}
+
 func TestPendingRowsOfEveryTableAreInterruptedAtTheNextOpen(t *testing.T) {
 	l := openTest(t, Options{})
 	for _, ev := range []*event.Event{
@@ -163,9 +178,7 @@ func TestPendingRowsOfEveryTableAreInterruptedAtTheNextOpen(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
+	l.die(t)
 	got, err := Recover(t.Context(), l.path)
 	if err != nil {
 		t.Fatal(err)
@@ -179,109 +192,4 @@ func TestPendingRowsOfEveryTableAreInterruptedAtTheNextOpen(t *testing.T) {
 	if got := rows(t, l.path, "SELECT count(*) FROM vm_events WHERE kind = 'recovered'"); !cmp.Equal(got, [][]any{{int64(1)}}) {
 		t.Errorf("rows that say so: %v", got)
 	}
-}
-
-// TestFullDiskRefusesAndRecovers runs on a small file system of its own, in a
-// mount namespace of its own.
-func TestFullDiskRefusesAndRecovers(t *testing.T) {
-	cmd := child(t, "full disk", t.TempDir())
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
-	if os.Getuid() != 0 {
-		cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
-		cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}}
-		cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getgid(), Size: 1}}
-	}
-	out, err := cmd.Output()
-	var exit *exec.ExitError
-	switch {
-	case errors.As(err, &exit) && exit.ExitCode() == exitNoMount, err != nil && !errors.As(err, &exit):
-		t.Skipf("needs a mount namespace (root, or user namespaces): %v", err)
-	case err != nil:
-		t.Errorf("%v\n%s", err, out)
-	}
-}
-
-const exitNoMount = 77
-
-func childFullDisk() int {
-	dir := os.Getenv(pathVar)
-	if err := syscall.Mount("none", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""); err != nil {
-		return exitNoMount
-	}
-	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=2m"); err != nil {
-		return exitNoMount
-	}
-	if err := fullDisk(dir); err != nil {
-		fmt.Println(err)
-		return 1
-	}
-	return 0
-}
-
-func fullDisk(dir string) error {
-	ctx := context.Background()
-	path := filepath.Join(dir, "session.db")
-	l, err := Open(ctx, path, Options{})
-	if err != nil {
-		return err
-	}
-	acknowledged, err := fillUp(ctx, l)
-	if err != nil {
-		return err
-	}
-	for _, size := range []string{"size=4m", "size=8m"} {
-		if _, err := begin1(ctx, l); err == nil {
-			return errors.New("a full disk took a further row")
-		} else if !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), "refused") {
-			return fmt.Errorf("the error does not say what is wrong: %w", err)
-		}
-		if err := syscall.Mount("", dir, "", syscall.MS_REMOUNT, size); err != nil {
-			return err
-		}
-		more, err := fillUp(ctx, l)
-		if err != nil {
-			return err
-		}
-		if more == 0 {
-			return errors.New("nothing is taken though there is space again")
-		}
-		acknowledged += more
-	}
-	if err := l.Close(); err != nil {
-		return err
-	}
-	c, err := openConn(path)
-	if err != nil {
-		return err
-	}
-	defer c.close()
-	if ok, err := c.first("PRAGMA integrity_check"); err != nil || ok != "ok" {
-		return fmt.Errorf("integrity_check: %s %w", ok, err)
-	}
-	n, err := c.number("SELECT count(*) FROM net_events")
-	if err == nil && n != int64(acknowledged) {
-		err = fmt.Errorf("%d rows, %d were acknowledged", n, acknowledged)
-	}
-	return err
-}
-
-// fillUp writes until the ledger refuses, and counts what it took.
-func fillUp(ctx context.Context, l *Ledger) (taken int, err error) {
-	for range 100_000 {
-		if _, err := begin1(ctx, l); err != nil {
-			return taken, nil
-		}
-		taken++
-	}
-	return taken, errors.New("the disk never filled up")
-}
-
-func begin1(ctx context.Context, l *Ledger) (Receipt, error) {
-	ev, err := newEvent(event.HTTP)
-	if err != nil {
-		return nil, err
-	}
-	ev.Time = time.Now()
-	ev.HTTP = &event.HTTPRequest{Host: "example.org", Path: "/" + strings.Repeat("x", 3000)}
-	return l.Begin(ctx, ev, allow())
 }

@@ -104,9 +104,7 @@ func TestPendingRowTakesItsOutcomeOnceAndKeepsItsIntent(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := l.Close(); err != nil {
-		t.Fatal(err)
-	}
+	l.die(t)
 	c := raw(t, l.path)
 	for _, id := range []tableID{toolCalls, execEvents, netEvents} {
 		table := Tables()[id]

@@ -5,8 +5,8 @@
 // returns when it is committed, so that nothing happens without a row; End adds
 // the outcome, once. Triggers refuse to delete a row or to change what was
 // begun. A second writer is refused by a lock on a file beside the database.
-// What the process leaves pending when it dies becomes "interrupted" by Recover
-// or by the next Open.
+// What is pending when the ledger is closed becomes "interrupted"; where the
+// process died first, Recover or the next Open sees to it.
 //
 // Commits are grouped without a timer: who finds nobody writing commits at once,
 // and what arrives during a commit is the next batch. Hashing and compressing
@@ -289,13 +289,23 @@ func (l *Ledger) VMEvent(ctx context.Context, kind, detail string) error {
 }
 
 // Close writes what is counted but not yet written, waits for calls that are
-// under way, and gives the lock back. It can be called again.
+// under way, turns rows whose outcome will not come into interrupted ones, and
+// gives the lock back. It can be called again.
 func (l *Ledger) Close() error {
 	if !l.shut() {
 		return nil
 	}
+	_, err := l.conn.interrupt()
+	if err != nil {
+		err = fmt.Errorf("closing ledger %s: %w", l.path, err)
+	}
+	return l.release(err)
+}
+
+// release gives everything back and joins what fails to err.
+func (l *Ledger) release(err error) error {
 	l.conn.close()
-	return errors.Join(l.zstd.Close(), l.lock.release())
+	return errors.Join(err, l.zstd.Close(), l.lock.release())
 }
 
 // shut ends writing; it is false when that was done before.
@@ -325,12 +335,11 @@ func (l *Ledger) seal(ctx context.Context) error {
 	if err == nil {
 		err = l.conn.singleFile()
 	}
-	l.conn.close()
 	if err == nil {
 		err = os.Chmod(l.path, 0o400)
 	}
 	if err == nil {
 		err = os.Remove(l.path + ".lock")
 	}
-	return errors.Join(err, l.zstd.Close(), l.lock.release())
+	return l.release(err)
 }

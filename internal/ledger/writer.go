@@ -198,11 +198,11 @@ func (w *writer) close() bool {
 	return !was
 }
 
-// commitBatch commits all of batch, and answers every op in it. One that fails
-// does not take its neighbours with it: they are tried again, alone.
+// commitBatch commits all of batch, and answers every op in it. One that is
+// wrong does not take its neighbours with it: they are tried again, alone.
 func (l *Ledger) commitBatch(batch []*op) {
 	err := l.commit(batch)
-	if err != nil && len(batch) > 1 {
+	if err != nil && len(batch) > 1 && !wholesale(err) {
 		for _, o := range batch {
 			l.answer(o, l.commit([]*op{o}))
 		}
@@ -211,6 +211,20 @@ func (l *Ledger) commitBatch(batch []*op) {
 	for _, o := range batch {
 		l.answer(o, err)
 	}
+}
+
+// wholesale reports whether an error is the database's and not one row's, so
+// that every row would get it. To try each would take up to busyTimeout each.
+func wholesale(err error) bool {
+	var se *sqliteError
+	if !errors.As(err, &se) {
+		return false
+	}
+	switch se.code & 0xff {
+	case sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG:
+		return false
+	}
+	return true
 }
 
 // answer sets what came of an op, and takes back from the quota what was not
