@@ -105,10 +105,12 @@ func (a *answer) outcome(ctx context.Context) event.Outcome {
 			failed.Error = p.Error
 		}
 		if p.Result != nil {
-			out.MCP = &event.MCPResponse{Message: p.Result, Result: p.Result}
+			out.MCP = toolResult(p.Result)
 		}
 	case a.is("application/json"):
-		out.MCP = &event.MCPResponse{Message: body, Result: body}
+		out.MCP = toolResult(body)
+	case a.is("application/octet-stream"):
+		out.MCP = textResult(nil, body)
 	}
 	if a.status >= http.StatusBadRequest {
 		failed.Error = &api.Error{Message: http.StatusText(a.status)}
@@ -124,6 +126,45 @@ func (a *answer) outcome(ctx context.Context) event.Outcome {
 		}
 	}
 	return out
+}
+
+// toolResult is a JSON answer as the result of a tool, which rules know how to
+// read. What a command wrote is base64 in the answer; they see it as text.
+func toolResult(body []byte) *event.MCPResponse {
+	type output struct{ Stdout, Stderr []byte }
+	var command struct {
+		output
+		Exec output
+	}
+	if err := json.Unmarshal(body, &command); err != nil {
+		return textResult(body) // no command's answer
+	}
+	return textResult(body, command.Stdout, command.Stderr, command.Exec.Stdout, command.Exec.Stderr)
+}
+
+// textResult is the result of a tool with structured content, where that is not
+// nil, and texts. Bytes that are no UTF-8 are replaced: this is for rules and the
+// record, and not what is sent.
+func textResult(structured json.RawMessage, texts ...[]byte) *event.MCPResponse {
+	type text struct {
+		Type string `json:"type"`
+		Text string `json:"text"`
+	}
+	var result struct {
+		Content    []text          `json:"content"`
+		Structured json.RawMessage `json:"structuredContent,omitempty"`
+	}
+	result.Content, result.Structured = []text{}, structured
+	for _, t := range texts {
+		if len(t) > 0 {
+			result.Content = append(result.Content, text{"text", string(t)})
+		}
+	}
+	raw, err := json.Marshal(result)
+	if err != nil {
+		raw = structured // no JSON; rules then cannot read it, and block
+	}
+	return &event.MCPResponse{Message: raw, Result: raw}
 }
 
 // release sends what was held.

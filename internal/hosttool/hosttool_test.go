@@ -213,8 +213,44 @@ func TestStepsAreSentAtOnceAndTheResultWhenItIsJudged(t *testing.T) {
 	if diff := cmp.Diff([]string{"booting", "waiting for the guest"}, steps); diff != "" || got.PID != 4 {
 		t.Errorf("got %+v, steps %s", got, diff)
 	}
-	if out := rec.outcomes[0]; out.Status != event.Done || string(out.MCP.Result) != `{"pid":4}` {
+	if out := rec.outcomes[0]; out.Status != event.Done || !strings.Contains(string(out.MCP.Result), `{"pid":4}`) {
 		t.Errorf("recorded %+v", out)
+	}
+}
+
+// What a command wrote and a file holds reach the agent as text, so rules on text
+// must see it, in whatever form it travels.
+func TestRulesSeeTheTextThatAnAgentGets(t *testing.T) {
+	secret := func(ev *event.Event, p event.Phase, out *event.Outcome) event.Verdict {
+		if p == event.Response && out.MCP != nil && strings.Contains(string(out.MCP.Result), "swordfish") {
+			return event.Verdict{Decision: event.Block, Rule: "no_secret"}
+		}
+		return allow(ev, p, out)
+	}
+	written := api.ExecResult{Stderr: []byte("\xffswordfish\n")}
+	for name, next := range map[string]http.HandlerFunc{
+		"a command's output": func(w http.ResponseWriter, _ *http.Request) { api.WriteJSON(w, http.StatusOK, written) },
+		"the output of a run": func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", api.ProgressType)
+			result, err := json.Marshal(api.RunResult{Exec: written})
+			if err != nil {
+				panic(err)
+			}
+			json.NewEncoder(w).Encode(api.Progress{Step: "booting"})
+			json.NewEncoder(w).Encode(api.Progress{Result: result})
+		},
+		"a file": func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "application/octet-stream")
+			w.Write(written.Stderr)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, _ := serve(t, secret, next)
+			e := apiError(t, asTool(c, `{}`).Follow(t.Context(), "POST", "/v1/x", nil, func(string) {}, nil))
+			if e.Code != api.CodeBlocked || e.Rule != "no_secret" {
+				t.Errorf("got %+v", e)
+			}
+		})
 	}
 }
 
