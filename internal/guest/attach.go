@@ -37,12 +37,12 @@ func (g *Guest) Attach(ctx context.Context, conn net.Conn, e guestproto.Exec) (e
 	if err := checkExec(&e); err != nil {
 		return event.ExecResult{}, errors.Join(err, refuse(client, "invalid", err))
 	}
-	st, err := g.open(ctx, &guestproto.Stream{Exec: &e})
+	ctx, st, err := g.open(ctx, &guestproto.Stream{Exec: &e})
 	if err != nil {
 		return event.ExecResult{}, errors.Join(err, refuse(client, "unreachable", err))
 	}
 	a := &attachment{stream: st, client: client, clientConn: conn, stdin: e.Stdin}
-	return a.run(time.Duration(e.TimeoutMS) * time.Millisecond)
+	return a.run(ctx, time.Duration(e.TimeoutMS)*time.Millisecond)
 }
 
 // refuse tells a client why there will be no exit.
@@ -96,9 +96,9 @@ func (a *account) confirm(ack *guestproto.Ack) error {
 	return nil
 }
 
-func (a *attachment) run(timeout time.Duration) (event.ExecResult, error) {
+func (a *attachment) run(ctx context.Context, timeout time.Duration) (event.ExecResult, error) {
 	// Whatever ends the stream ends both connections, so that both readers end.
-	stop := context.AfterFunc(a.ctx, func() {
+	stop := context.AfterFunc(ctx, func() {
 		// Its reader ends at once; the last word can still be written.
 		now := time.Now()
 		_ = errors.Join(a.clientConn.SetReadDeadline(now), a.clientConn.SetWriteDeadline(now.Add(writeTimeout))) // closed is as good
@@ -178,7 +178,7 @@ func (a *attachment) fromGuest() error {
 			m = &guestproto.Stream{Exit: a.progress.exit}
 		}
 		if err := a.client.Write(m); err != nil {
-			return because(a.ctx, fmt.Errorf("%w: %w", errClientGone, err))
+			return a.because(fmt.Errorf("%w: %w", errClientGone, err))
 		}
 		switch {
 		case m.Exit != nil:
@@ -195,7 +195,7 @@ func (a *attachment) fromGuest() error {
 func (a *attachment) fromClient() {
 	for {
 		m, err := a.client.Read()
-		if a.ctx.Err() != nil {
+		if a.cause() != nil {
 			return
 		}
 		if err != nil {

@@ -44,19 +44,19 @@ func (c *control) send(m *guestproto.Control) error {
 }
 
 // accept takes control connections until the listener is closed.
-func (g *Guest) accept() {
+func (g *Guest) accept(ctx context.Context) {
 	slots := make(chan struct{}, maxHandshakes)
 	for {
 		conn, err := g.listener.Accept()
 		if err != nil {
-			if g.ctx.Err() == nil {
+			if !g.isClosed() {
 				g.opts.Log.Info("no more control connections", "error", err)
 			}
 			return
 		}
 		select {
 		case slots <- struct{}{}:
-			g.tasks.Go(func() { g.serve(conn, func() { <-slots }) })
+			g.tasks.Go(func() { g.serve(ctx, conn, func() { <-slots }) })
 		default:
 			g.opts.Log.Warn("too many control connections in their handshake", "limit", maxHandshakes)
 			_ = conn.Close() // refused, nothing was said on it
@@ -66,11 +66,11 @@ func (g *Guest) accept() {
 
 // serve is the life of one control connection. shaken is called once, when its
 // handshake is over.
-func (g *Guest) serve(conn net.Conn, shaken func()) {
+func (g *Guest) serve(ctx context.Context, conn net.Conn, shaken func()) {
 	c := &control{conn: conn, c: guestproto.NewControlConn(conn), ended: make(chan struct{})}
 	defer close(c.ended)
 	defer c.close()
-	stop := context.AfterFunc(g.ctx, c.close)
+	stop := context.AfterFunc(ctx, c.close)
 	defer stop()
 
 	a, err := g.handshake(c)
@@ -80,14 +80,14 @@ func (g *Guest) serve(conn net.Conn, shaken func()) {
 	}
 	if err != nil {
 		// A probe that connects and leaves is nothing to speak of.
-		if g.ctx.Err() == nil && !errors.Is(err, io.EOF) {
+		if !g.isClosed() && !errors.Is(err, io.EOF) {
 			g.opts.Log.Warn("handshake with a guest's agent failed", "error", err)
 		}
 		return
 	}
 	g.opts.Log.Info("the guest's agent is ready", "epoch", a.Epoch)
 	err = g.converse(c)
-	if g.ctx.Err() == nil {
+	if !g.isClosed() {
 		g.opts.Log.Info("control connection ended", "epoch", a.Epoch, "error", err)
 	}
 	g.mu.Lock()
@@ -181,7 +181,7 @@ func (g *Guest) boot(epoch uint64) *guestproto.Boot {
 func (g *Guest) adopt(c *control, a Announcement) bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if a.Epoch <= g.epoch || g.ctx.Err() != nil {
+	if a.Epoch <= g.epoch || g.isClosed() {
 		return false
 	}
 	if g.current != nil {

@@ -77,13 +77,14 @@ func TestAnAgentThatIsNotUnderstoodSaysSo(t *testing.T) {
 }
 
 func TestAnotherEpochTakesTheControlConnectionOver(t *testing.T) {
-	lost := make(chan struct{})
+	served, lost := make(chan struct{}), make(chan struct{})
 	g, _ := start(t, func(ctx context.Context, g *fakevm.Guest) error {
 		first, err := announce(ctx, g, 3)
 		if err != nil {
 			return err
 		}
 		defer first.Close()
+		<-served
 		// An epoch that is not above it is sent away.
 		stale, err := g.Dial(ctx, guestproto.PortControl)
 		if err != nil {
@@ -110,6 +111,7 @@ func TestAnotherEpochTakesTheControlConnectionOver(t *testing.T) {
 		return nil
 	}, guest.Options{})
 	awaitReady(t, g)
+	close(served)
 	select {
 	case <-lost:
 	case <-bounded(t).Done():

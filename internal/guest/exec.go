@@ -46,7 +46,7 @@ func (g *Guest) Exec(ctx context.Context, e guestproto.Exec, s IO) (event.ExecRe
 	if err := checkExec(&e); err != nil {
 		return event.ExecResult{}, err
 	}
-	st, err := g.open(ctx, &guestproto.Stream{Exec: &e})
+	_, st, err := g.open(ctx, &guestproto.Stream{Exec: &e})
 	if err != nil {
 		return event.ExecResult{}, err
 	}

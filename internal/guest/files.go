@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"sync"
 	"time"
 
 	"github.com/capsem/capsem/internal/guestproto"
@@ -19,7 +20,7 @@ import (
 // part of the file.
 func (g *Guest) ReadFile(ctx context.Context, path string, offset, limit int64, w io.Writer) (guestproto.FileInfo, error) {
 	var info guestproto.FileInfo
-	s, err := g.open(ctx, &guestproto.Stream{ReadFile: &guestproto.ReadFile{Path: []byte(path), Offset: offset, Limit: limit}})
+	_, s, err := g.open(ctx, &guestproto.Stream{ReadFile: &guestproto.ReadFile{Path: []byte(path), Offset: offset, Limit: limit}})
 	if err != nil {
 		return info, err
 	}
@@ -57,7 +58,7 @@ func most(size, offset, limit int64) int64 {
 // answer reads the next message about a file.
 func (s *stream) answer() (*guestproto.Stream, error) {
 	if err := s.conn.SetReadDeadline(time.Now().Add(answerTimeout)); err != nil {
-		return nil, because(s.ctx, fmt.Errorf("setting a deadline: %w", err))
+		return nil, s.because(fmt.Errorf("setting a deadline: %w", err))
 	}
 	m, err := s.next()
 	if err == nil && m.Error != nil {
@@ -117,7 +118,7 @@ func (s *stream) receive(w io.Writer, limit int64) error {
 		}
 		if ack := in.Consume(len(d.Bytes)); ack != nil {
 			if err := s.c.Write(&guestproto.Stream{Ack: ack}); err != nil {
-				return because(s.ctx, fmt.Errorf("confirming a file's bytes: %w", err))
+				return s.because(fmt.Errorf("confirming a file's bytes: %w", err))
 			}
 		}
 	}
@@ -129,24 +130,26 @@ func (s *stream) receive(w io.Writer, limit int64) error {
 // which is checked. A Read of r that is under way is waited for.
 func (g *Guest) WriteFile(ctx context.Context, f guestproto.WriteFile, r io.Reader) (guestproto.FileInfo, error) {
 	var info guestproto.FileInfo
-	s, err := g.open(ctx, &guestproto.Stream{WriteFile: &f})
+	_, s, err := g.open(ctx, &guestproto.Stream{WriteFile: &f})
 	if err != nil {
 		return info, err
 	}
 	defer s.close()
 	credit := guestproto.NewCredit()
 	sum := sha256.New()
-	sent := make(chan error, 1)
-	go func() { sent <- s.send(credit, r, sum) }()
-
+	var sender sync.WaitGroup
+	var sendErr error
+	sender.Go(func() { sendErr = s.send(credit, r, sum) })
 	answer, err := s.hearWrite(credit, string(f.Path))
 	credit.Close()
 	if err != nil {
 		s.cancel(err)
-		<-sent // its error is err, or came of it
-		return info, err
 	}
-	if err := <-sent; err != nil {
+	sender.Wait()
+	if err != nil {
+		return info, err // sendErr is the same, or came of it
+	}
+	if sendErr != nil {
 		return info, &ProtocolError{"a file is said to be in place before its end was sent"}
 	}
 	if !bytes.Equal(answer.SHA256, sum.Sum(nil)) {
@@ -200,7 +203,7 @@ func (s *stream) send(credit *guestproto.Credit, r io.Reader, sum hash.Hash) err
 // Stat returns what the guest says of a path itself: of a symlink, not of what it
 // points at.
 func (g *Guest) Stat(ctx context.Context, path string) (guestproto.FileInfo, error) {
-	s, err := g.open(ctx, &guestproto.Stream{Stat: &guestproto.Stat{Path: []byte(path)}})
+	_, s, err := g.open(ctx, &guestproto.Stream{Stat: &guestproto.Stat{Path: []byte(path)}})
 	if err != nil {
 		return guestproto.FileInfo{}, err
 	}

@@ -135,8 +135,8 @@ type Guest struct {
 	opts     Options
 	listener net.Listener
 
-	ctx    context.Context // ends with Close
-	cancel context.CancelCauseFunc
+	closed chan struct{} // closed by Close
+	stop   context.CancelFunc
 	tasks  sync.WaitGroup
 
 	// lastHeard is when the guest last said something, in nanoseconds since
@@ -167,30 +167,52 @@ func New(m Machine, o Options) (*Guest, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listening for the guest's agent: %w", err)
 	}
-	ctx, cancel := context.WithCancelCause(context.Background())
+	ctx, stop := context.WithCancel(context.Background())
 	g := &Guest{
-		machine: m, opts: o, listener: l, ctx: ctx, cancel: cancel, began: time.Now(),
+		machine: m, opts: o, listener: l, closed: make(chan struct{}), stop: stop, began: time.Now(),
 		changed: make(chan struct{}), calls: make(map[*call]struct{}),
 	}
-	g.tasks.Go(g.accept)
+	g.tasks.Go(func() { g.accept(ctx) })
 	g.tasks.Go(g.watch)
 	return g, nil
 }
 
 // Close ends all that is under way, with ErrClosed, and returns when nothing is
-// left running. It does not end the guest.
+// left running. It does not end the guest. It is idempotent.
 func (g *Guest) Close() error {
-	g.cancel(ErrClosed)
-	err := g.listener.Close()
 	g.mu.Lock()
-	g.alive = false
-	g.change()
+	if !g.isClosed() {
+		close(g.closed)
+		g.drop(ErrClosed)
+	}
 	g.mu.Unlock()
+	g.stop()
+	err := g.listener.Close()
 	g.tasks.Wait()
 	if err != nil && !errors.Is(err, net.ErrClosed) {
 		return fmt.Errorf("closing the agent's listener: %w", err)
 	}
 	return nil
+}
+
+// isClosed reports whether Close was called.
+func (g *Guest) isClosed() bool {
+	select {
+	case <-g.closed:
+		return true
+	default:
+		return false
+	}
+}
+
+// drop ends all calls, and no new one begins until an agent is ready again. It is
+// called with mu held.
+func (g *Guest) drop(why error) {
+	g.alive = false
+	for c := range g.calls {
+		c.cancel(why)
+	}
+	g.change()
 }
 
 // change tells all who wait that something is different. It is called with mu
@@ -209,7 +231,7 @@ func (g *Guest) Ready(ctx context.Context) error {
 		current, refused, changed := g.current, g.refused, g.changed
 		g.mu.Unlock()
 		switch {
-		case g.ctx.Err() != nil:
+		case g.isClosed():
 			return ErrClosed
 		case current != nil:
 			return nil
@@ -218,7 +240,7 @@ func (g *Guest) Ready(ctx context.Context) error {
 		}
 		select {
 		case <-changed:
-		case <-g.ctx.Done():
+		case <-g.closed:
 		case <-ctx.Done():
 			return fmt.Errorf("waiting for the guest's agent: %w", context.Cause(ctx))
 		}
@@ -241,7 +263,7 @@ func (g *Guest) watch() {
 	defer timer.Stop()
 	for {
 		select {
-		case <-g.ctx.Done():
+		case <-g.closed:
 			return
 		case <-timer.C:
 		}
@@ -263,14 +285,10 @@ func (g *Guest) lose() {
 		return
 	}
 	g.opts.Log.Warn("the guest's agent is unreachable", "epoch", g.epoch)
-	g.alive = false
 	if g.current != nil {
 		g.current.close()
 	}
-	for c := range g.calls {
-		c.cancel(ErrUnreachable)
-	}
-	g.change()
+	g.drop(ErrUnreachable)
 }
 
 // call is one command or transfer.
@@ -281,9 +299,9 @@ type call struct{ cancel context.CancelCauseFunc }
 // cause says which. The caller calls leave.
 func (g *Guest) enter(ctx context.Context) (_ context.Context, leave func(), err error) {
 	g.mu.Lock()
-	lost := g.epoch > 0 && !g.alive
+	lost := g.epoch > 0 && !g.alive && !g.isClosed()
 	g.mu.Unlock()
-	if lost && g.ctx.Err() == nil {
+	if lost {
 		return nil, nil, ErrUnreachable
 	}
 	if err := g.Ready(ctx); err != nil {
@@ -294,13 +312,14 @@ func (g *Guest) enter(ctx context.Context) (_ context.Context, leave func(), err
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !g.alive {
-		cancel(ErrUnreachable)
+		cancel(nil)
+		if g.isClosed() {
+			return nil, nil, ErrClosed
+		}
 		return nil, nil, ErrUnreachable
 	}
 	g.calls[c] = struct{}{}
-	stop := context.AfterFunc(g.ctx, func() { cancel(ErrClosed) })
 	return ctx, func() {
-		stop()
 		cancel(nil)
 		g.mu.Lock()
 		defer g.mu.Unlock()

@@ -22,37 +22,40 @@ type stream struct {
 	g    *Guest
 	conn net.Conn
 	c    *guestproto.StreamConn
-	// ctx ends when the stream must; its cause says why.
-	ctx    context.Context
+	// cancel ends the stream, and cause is why it has ended, nil as long as it
+	// has not.
 	cancel context.CancelCauseFunc
+	cause  func() error
 	leave  func()
 	stop   func() bool
 }
 
-// open begins a stream. The caller closes it.
-func (g *Guest) open(ctx context.Context, first *guestproto.Stream) (*stream, error) {
+// open begins a stream. Its context ends when the stream must. The caller closes
+// it.
+func (g *Guest) open(ctx context.Context, first *guestproto.Stream) (context.Context, *stream, error) {
 	ctx, leave, err := g.enter(ctx)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
-	conn, err := g.machine.Dial(ctx, guestproto.PortStreams)
+	s := &stream{g: g, cancel: cancel, cause: func() error { return context.Cause(ctx) }, leave: leave}
+	s.conn, err = g.machine.Dial(ctx, guestproto.PortStreams)
 	if err != nil {
-		err = because(ctx, fmt.Errorf("connecting to the guest's agent: %w", err))
+		err = s.because(fmt.Errorf("connecting to the guest's agent: %w", err))
 		cancel(nil)
 		leave()
-		return nil, err
+		return nil, nil, err
 	}
-	s := &stream{g: g, conn: conn, c: guestproto.NewStreamConn(conn), ctx: ctx, cancel: cancel, leave: leave}
+	s.c = guestproto.NewStreamConn(s.conn)
 	s.stop = context.AfterFunc(ctx, func() {
-		_ = conn.Close() // unblocks whoever reads or writes; the context has the reason
+		_ = s.conn.Close() // unblocks whoever reads or writes; cause has the reason
 	})
 	if err := s.c.Write(first); err != nil {
-		err = because(ctx, fmt.Errorf("asking the guest's agent: %w", err))
+		err = s.because(fmt.Errorf("asking the guest's agent: %w", err))
 		s.close()
-		return nil, err
+		return nil, nil, err
 	}
-	return s, nil
+	return ctx, s, nil
 }
 
 // close ends the stream; a command that runs on it is killed by the guest.
@@ -63,10 +66,10 @@ func (s *stream) close() {
 	s.leave()
 }
 
-// because prefers the reason for which ctx has ended to what that did to the
-// connection.
-func because(ctx context.Context, err error) error {
-	if cause := context.Cause(ctx); cause != nil {
+// because prefers the reason for which the stream has ended to what that did to
+// its connection.
+func (s *stream) because(err error) error {
+	if cause := s.cause(); cause != nil {
 		return cause
 	}
 	return err
@@ -91,7 +94,7 @@ func (s *stream) broken(err error) error {
 	} else {
 		err = fmt.Errorf("hearing the guest's agent: %w", err)
 	}
-	return because(s.ctx, err)
+	return s.because(err)
 }
 
 // progress is what a command's guest has said so far. Its take is where every

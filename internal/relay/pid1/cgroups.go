@@ -67,7 +67,7 @@ func boundMemory() error {
 	if err := unix.Sysinfo(&info); err != nil {
 		return fmt.Errorf("asking for the size of memory: %w", err)
 	}
-	total := uint64(info.Totalram) * uint64(info.Unit)
+	total := info.Totalram * uint64(info.Unit)
 	reserve := min(max(total/reserveShare, reserveLeast), reserveMost)
 	if total <= 2*reserve {
 		return nil // too little to divide
