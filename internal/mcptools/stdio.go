@@ -73,6 +73,10 @@ func (c *lines) read(in io.Reader) {
 	r := bufio.NewReaderSize(in, 64<<10)
 	for {
 		line, err := readLine(r)
+		if over, ok := errors.AsType[*overlong](err); ok {
+			c.refuse(over.id(), codeTooLarge, over.Error())
+			continue
+		}
 		if message, ok := c.decode(line); ok {
 			select {
 			case c.incoming <- incoming{message: message}:
@@ -91,16 +95,25 @@ func (c *lines) read(in io.Reader) {
 }
 
 // readLine returns the next line without its end; the last one may come with
-// io.EOF. One of more than maxLine bytes is an error.
+// io.EOF. One of more than maxLine bytes is read to its end and is an *overlong.
 func readLine(r *bufio.Reader) ([]byte, error) {
 	var line []byte
+	var over *overlong
 	for {
 		part, err := r.ReadSlice('\n')
-		if len(line)+len(part) > maxLine {
-			return nil, fmt.Errorf("a message has more than %d bytes", maxLine)
+		if over == nil && len(line)+len(part) > maxLine {
+			over, line = &overlong{head: line[:min(len(line), idWithin)]}, nil
 		}
-		line = append(line, part...)
-		if !errors.Is(err, bufio.ErrBufferFull) {
+		if over != nil {
+			over.add(part)
+		} else {
+			line = append(line, part...)
+		}
+		switch {
+		case errors.Is(err, bufio.ErrBufferFull):
+		case over != nil && err == nil:
+			return nil, over
+		default:
 			return bytes.TrimSpace(line), err
 		}
 	}
@@ -112,12 +125,12 @@ func (c *lines) decode(line []byte) (jsonrpc.Message, bool) {
 		return nil, false
 	}
 	if !json.Valid(line) {
-		c.refuse(jsonrpc.CodeParseError, "this is not JSON")
+		c.refuse(nil, jsonrpc.CodeParseError, "this is not JSON")
 		return nil, false
 	}
 	message, err := jsonrpc.DecodeMessage(line)
 	if err != nil {
-		c.refuse(jsonrpc.CodeInvalidRequest, "this is not a JSON-RPC 2.0 message (a batch is none)")
+		c.refuse(nil, jsonrpc.CodeInvalidRequest, "this is not a JSON-RPC 2.0 message (a batch is none)")
 		return nil, false
 	}
 	if req, ok := message.(*jsonrpc.Request); ok && req.IsCall() {
@@ -131,11 +144,14 @@ func (c *lines) decode(line []byte) (jsonrpc.Message, bool) {
 	return message, true
 }
 
-// refuse answers what has no id.
-func (c *lines) refuse(code int, message string) {
+// refuse answers a line that is not handed on. id is nil where it is not known.
+func (c *lines) refuse(id json.RawMessage, code int, message string) {
+	if id == nil {
+		id = json.RawMessage("null")
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	line := fmt.Sprintf(`{"jsonrpc":"2.0","id":null,"error":{"code":%d,"message":%q}}`+"\n", code, message)
+	line := fmt.Sprintf(`{"jsonrpc":"2.0","id":%s,"error":{"code":%d,"message":%q}}`+"\n", id, code, message)
 	if _, err := io.WriteString(c.out, line); err != nil {
 		return // the next answer fails too, and ends the connection
 	}

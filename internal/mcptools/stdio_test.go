@@ -77,21 +77,44 @@ func TestTheRequestIdIsRecordedWhateverTheClientPutsInMeta(t *testing.T) {
 	}
 }
 
-func TestALineOverTheBoundEndsTheConnection(t *testing.T) {
-	_, o := newService(t, reply(api.VMList{}))
-	if err := mcptools.Serve(t.Context(), o, io.MultiReader(strings.NewReader(hello), endless{}), io.Discard); err == nil || !strings.Contains(err.Error(), "bytes") {
-		t.Errorf("got %v", err)
+func TestAMessageOverTheBoundIsAnsweredAndEndsNothing(t *testing.T) {
+	const bound = 17 << 20
+	far, o := newService(t, reply(api.ExecResult{}))
+	// message is one of size bytes, with its id where before and after have it.
+	message := func(size int, before, after string) string {
+		before = "{" + before + `"jsonrpc":"2.0","method":"tools/call","params":{"name":"capsem_exec","arguments":{"id":"box","command":"`
+		after = `"}}` + after + "}\n"
+		return before + strings.Repeat("x", size-len(before)-len(after)) + after
 	}
-}
-
-// endless is a line without an end.
-type endless struct{}
-
-func (endless) Read(p []byte) (int, error) {
-	for i := range p {
-		p[i] = 'x'
+	for name, test := range map[string]struct {
+		size          int
+		before, after string
+		id, what      string
+	}{
+		"at the bound":            {bound, `"id":5,`, "", "5", "result"},
+		"over it, id first":       {bound + 1, `"id":5,`, "", "5", "-32001"},
+		"far over it, id last":    {2 * bound, "", `,"id":"a"`, `"a"`, "-32001"},
+		"id in the middle":        {bound + 1, "", `,"id":5,"y":{}`, "null", "-32001"},
+		"id of something else":    {bound + 1, "", `,"y":{"id":5}`, "null", "-32001"},
+		"a name that ends in id":  {bound + 1, "", `,"\"id":5`, "null", "-32001"},
+		"an id that is an object": {bound + 1, `"id":{},`, "", "null", "-32001"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			far.requests = nil
+			lines := talk(t, o, hello+message(test.size, test.before, test.after)+`{"jsonrpc":"2.0","id":"next","method":"ping"}`+"\n")
+			var answered, next bool
+			for _, line := range lines {
+				answered = answered || strings.Contains(line, `"id":`+test.id+`,`) && strings.Contains(line, test.what)
+				next = next || strings.Contains(line, `"id":"next"`)
+			}
+			if !answered || !next {
+				t.Errorf("got %.300q", lines)
+			}
+			if served := len(far.requests); served != 0 && test.what != "result" {
+				t.Errorf("%d requests were made", served)
+			}
+		})
 	}
-	return len(p), nil
 }
 
 func TestACallIsAnsweredWhileAnotherTakesItsTime(t *testing.T) {
