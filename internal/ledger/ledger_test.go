@@ -136,7 +136,7 @@ func rows(tb testing.TB, path, query string) [][]any {
 	return result.Rows
 }
 
-// row is rows for a query that must give one, as text by column.
+// oneRow is rows for a query that must give one, as text by column.
 func oneRow(tb testing.TB, path, query string) map[string]string {
 	tb.Helper()
 	r, err := OpenReader(path)
@@ -491,7 +491,9 @@ func TestBodiesOverTheQuotaAreDigestsAndARowSaysSo(t *testing.T) {
 		call(t, l, httpEvent(t, strings.Repeat(fmt.Sprint(i), 250)+"unlike"), event.Outcome{Status: event.Done})
 	}
 	random := make([]byte, 1000)
-	rand.NewChaCha8([32]byte{}).Read(random) // never fails
+	if _, err := rand.NewChaCha8([32]byte{}).Read(random); err != nil {
+		t.Fatal(err)
+	}
 	call(t, l, httpEvent(t, string(random)), event.Outcome{Status: event.Done})
 	call(t, l, httpEvent(t, string(random[1:])), event.Outcome{Status: event.Done})
 	if err := l.Close(); err != nil {

@@ -151,7 +151,7 @@ func (o *op) intent(t tableID, ev *event.Event, status event.Status, v event.Ver
 		o.file(ev, status, v)
 	case vmEvents:
 		o.vmEvent(ev, kindOf(ev.Type), ev.Detail, status, v)
-	default:
+	case protocolEvents, securityRuleEvents, eventBodyBlobs: // tableOf gives the first only
 		o.protocol(ev, ToServer, "", 1, status, v, nil)
 		o.nulls(1)
 		o.close(insertRow(protocolEvents))
@@ -297,6 +297,8 @@ func (o *op) outcome(r *receipt, out *event.Outcome, v event.Verdict) {
 		o.integer(out.BytesReceived)
 	case protocolEvents:
 		o.code(out.Error)
+	case fsEvents, vmEvents, securityRuleEvents, eventBodyBlobs:
+		// The first two have no more; the others have no outcome.
 	}
 	o.integer(r.id)
 	o.close(finishRow(r.table))
