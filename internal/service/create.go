@@ -115,7 +115,7 @@ func (s *Service) bringUp(ctx context.Context, m *machine, by event.Initiator, s
 		return err
 	}
 	defer done()
-	dir := s.opts.Home.VMDir(m.record.ID)
+	dir := s.opts.Home.VMDir(m.id)
 	err = os.Mkdir(dir, 0o700)
 	if err == nil {
 		err = m.set(func(*config.VMRecord) {})
@@ -126,13 +126,13 @@ func (s *Service) bringUp(ctx context.Context, m *machine, by event.Initiator, s
 	if err == nil {
 		return nil
 	}
-	_, statErr := os.Stat(s.opts.Home.VMState(m.record.ID))
-	leave := statErr == nil && ctx.Err() == nil && !m.record.Ephemeral
+	_, statErr := os.Stat(s.opts.Home.VMState(m.id))
+	leave := statErr == nil && ctx.Err() == nil && !m.ephemeral
 	if leave {
 		e := *api.AsError(err)
-		e.VM = m.record.ID
+		e.VM = m.id
 		if e.Hint == "" {
-			e.Hint = fmt.Sprintf("capsem logs %s; capsem delete %s", m.record.Name, m.record.Name)
+			e.Hint = fmt.Sprintf("capsem logs %s; capsem delete %s", m.name, m.name)
 		}
 		return &e
 	}

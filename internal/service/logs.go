@@ -28,9 +28,9 @@ func (s *Service) serveLogs(w http.ResponseWriter, r *http.Request) error {
 	var path string
 	switch logs.Source {
 	case "serial":
-		path = s.opts.Home.SerialLog(m.record.ID)
+		path = s.opts.Home.SerialLog(m.id)
 	case "process":
-		path = s.opts.Home.ProcessLog(m.record.ID)
+		path = s.opts.Home.ProcessLog(m.id)
 	default:
 		return &api.Error{Code: api.CodeInvalid, Message: fmt.Sprintf("there is no log %q", logs.Source), Hint: "the logs are serial and process"}
 	}

@@ -18,13 +18,17 @@ import (
 // machine is one VM: its record, and its process while it runs.
 type machine struct {
 	s *Service
+	// id, name, created, profile, ephemeral and key are as in the record, and do
+	// not change once the VM is reserved.
+	id, name, profile, key string
+	created                time.Time
+	ephemeral              bool
 	// turn is held by whoever changes the VM's life (start, stop, delete): one
 	// at a time, in the order of arrival.
 	turn chan struct{}
 
 	mu sync.Mutex
-	// record is as it stands on disk. ID, Name, CreatedAt, Profile, Ephemeral
-	// and RequestKey do not change once the VM is reserved; mu guards the rest.
+	// record is as it stands on disk.
 	record config.VMRecord
 	// proc is the VM's process, nil while it has none.
 	proc *process
@@ -37,8 +41,10 @@ type machine struct {
 }
 
 func (s *Service) newMachine(r config.VMRecord) *machine {
-	m := &machine{s: s, record: r, turn: make(chan struct{}, 1), made: make(chan struct{})}
-	return m
+	return &machine{
+		s: s, id: r.ID, name: r.Name, profile: r.Profile, key: r.RequestKey, created: r.CreatedAt, ephemeral: r.Ephemeral,
+		record: r, turn: make(chan struct{}, 1), made: make(chan struct{}),
+	}
 }
 
 // take waits for the VM's turn; done gives it back.
@@ -126,25 +132,26 @@ func (m *machine) view() api.VM {
 // there now.
 func (s *Service) takeUp(ctx context.Context, m *machine) {
 	close(m.made)
-	state, err := config.ReadVMState(s.opts.Home.VMState(m.record.ID))
-	if err == nil && state.Incarnation == m.record.Incarnation {
+	record, _ := m.snapshot()
+	state, err := config.ReadVMState(s.opts.Home.VMState(m.id))
+	if err == nil && state.Incarnation == record.Incarnation {
 		if proc, err := openProcess(state.Process); err == nil {
 			m.proc = proc
-			if m.record.State == config.Creating && state.Phase == config.Ready {
+			if record.State == config.Creating && state.Phase == config.Ready {
 				if err := m.set(func(r *config.VMRecord) { r.State, r.Reason = config.Running, "" }); err != nil {
-					s.log.Error("taking up a VM", "vm", m.record.ID, "error", err)
+					s.log.Error("taking up a VM", "vm", m.id, "error", err)
 				}
 			}
 			s.watch(m, proc)
 			return
 		}
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		s.log.Warn("reading a VM's state", "vm", m.record.ID, "error", err)
+		s.log.Warn("reading a VM's state", "vm", m.id, "error", err)
 	}
-	switch m.record.State {
+	switch record.State {
 	case config.Deleting:
 		if err := s.erase(ctx, m); err != nil {
-			s.log.Error("finishing a deletion", "vm", m.record.ID, "error", err)
+			s.log.Error("finishing a deletion", "vm", m.id, "error", err)
 		}
 	case config.Creating, config.Running:
 		m.ended(ctx)
@@ -168,20 +175,21 @@ func (s *Service) watch(m *machine, proc *process) {
 // order where the process could not.
 func (m *machine) ended(ctx context.Context) {
 	home := m.s.opts.Home
+	record, _ := m.snapshot()
 	next, reason := config.Failed, ""
-	state, err := config.ReadVMState(home.VMState(m.record.ID))
+	state, err := config.ReadVMState(home.VMState(m.id))
 	switch {
-	case err == nil && state.Incarnation == m.record.Incarnation && state.Phase == config.Exited:
+	case err == nil && state.Incarnation == record.Incarnation && state.Phase == config.Exited:
 		reason = state.ExitReason
 		if reason == "" {
 			next = config.Stopped
 		}
 	default:
-		reason = fmt.Sprintf("its host process ended unexpectedly; capsem logs %s --source process has its last words", m.record.Name)
+		reason = fmt.Sprintf("its host process ended unexpectedly; capsem logs %s --source process has its last words", m.name)
 	}
 	if next == config.Failed {
-		if err := m.s.recoverLedger(ctx, m.record.ID); err != nil {
-			m.s.log.Error("recovering a ledger", "vm", m.record.ID, "error", err)
+		if err := m.s.recoverLedger(ctx, m.id); err != nil {
+			m.s.log.Error("recovering a ledger", "vm", m.id, "error", err)
 			reason += "; and its ledger could not be recovered: " + err.Error()
 		}
 	}
@@ -194,12 +202,12 @@ func (m *machine) ended(ctx context.Context) {
 		}
 	})
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		m.s.log.Error("recording the end of a VM", "vm", m.record.ID, "error", err)
+		m.s.log.Error("recording the end of a VM", "vm", m.id, "error", err)
 	}
-	if m.record.Ephemeral && next == config.Stopped {
+	if m.ephemeral && next == config.Stopped {
 		m.s.background.Go(func() error {
 			if err := m.remove(ctx, false); err != nil {
-				m.s.log.Error("removing an ephemeral VM", "vm", m.record.ID, "error", err)
+				m.s.log.Error("removing an ephemeral VM", "vm", m.id, "error", err)
 			}
 			return nil
 		})
@@ -261,7 +269,7 @@ func (m *machine) stop(ctx context.Context, req api.StopRequest) error {
 			asked, cancel := context.WithTimeout(ctx, grace+stopMargin)
 			defer cancel()
 			if err := c.Do(asked, "POST", "/v1/stop", req, nil); err != nil {
-				m.s.log.Warn("asking a VM to stop", "vm", m.record.ID, "error", err)
+				m.s.log.Warn("asking a VM to stop", "vm", m.id, "error", err)
 				proc.kill()
 			}
 		} else {
@@ -329,17 +337,17 @@ func (m *machine) isGone() bool {
 // erase seals the ledger, moves it to where sealed ones are kept, and removes
 // everything else. It can be repeated after it was interrupted anywhere.
 func (s *Service) erase(ctx context.Context, m *machine) error {
-	home, id := s.opts.Home, m.record.ID
+	home, id := s.opts.Home, m.id
 	if err := s.seal(ctx, m); err != nil {
-		return fmt.Errorf("keeping the ledger of %s: %w", m.record.Name, err)
+		return fmt.Errorf("keeping the ledger of %s: %w", m.name, err)
 	}
 	if socket, err := home.VMSocket(id); err == nil {
 		if err := os.Remove(socket); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("removing %s: %w", m.record.Name, err)
+			return fmt.Errorf("removing %s: %w", m.name, err)
 		}
 	}
 	if err := os.RemoveAll(home.VMDir(id)); err != nil {
-		return fmt.Errorf("removing %s: %w", m.record.Name, err)
+		return fmt.Errorf("removing %s: %w", m.name, err)
 	}
 	m.mu.Lock()
 	m.gone = true

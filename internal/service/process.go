@@ -123,7 +123,7 @@ func (p *process) ready(ctx context.Context, step func(string)) (notes []string,
 // spawn starts the VM's process, for whom by says. It gets its secrets and says how it goes
 // through pipes, 3 and 4.
 func (s *Service) spawn(ctx context.Context, m *machine, by event.Initiator) (_ *process, err error) {
-	secrets, err := s.secretsFor(m.record.Profile)
+	secrets, err := s.secretsFor(m.profile)
 	if err != nil {
 		return nil, err
 	}
@@ -139,13 +139,13 @@ func (s *Service) spawn(ctx context.Context, m *machine, by event.Initiator) (_ 
 		return nil, fmt.Errorf("starting the VM's process: %w", err)
 	}
 	files.add(progressIn)
-	log, err := os.OpenFile(s.opts.Home.ProcessLog(m.record.ID), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	log, err := os.OpenFile(s.opts.Home.ProcessLog(m.id), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("opening the VM's log: %w", err), progress.Close())
 	}
 	files.add(log)
 
-	cmd := exec.Command(s.opts.Executable, "vm", m.record.ID) //nolint:noctx // it outlives this request and this service
+	cmd := exec.Command(s.opts.Executable, "vm", m.id) //nolint:noctx // it outlives this request and this service
 	cmd.Env, cmd.Stdout, cmd.Stderr, cmd.Dir = s.opts.Env, log, log, "/"
 	cmd.ExtraFiles = []*os.File{handover, progressIn}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}

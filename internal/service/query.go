@@ -23,7 +23,7 @@ func (s *Service) ledgerOf(ref string) (*ledger.Reader, error) {
 	}
 	m, err := s.registry.find(ref)
 	if err == nil {
-		return ledger.OpenReader(s.opts.Home.Ledger(m.record.ID))
+		return ledger.OpenReader(s.opts.Home.Ledger(m.id))
 	}
 	if v, ok := s.deletedVM(ref); ok {
 		return ledger.OpenReader(s.opts.Home.SealedLedger(v.ID))

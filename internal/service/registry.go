@@ -57,7 +57,7 @@ func (s *Service) load(ctx context.Context) (*registry, error) {
 	for id, m := range r.byID {
 		if m.gone {
 			delete(r.byID, id)
-			delete(r.byName, m.record.Name)
+			delete(r.byName, m.name)
 		}
 	}
 	return r, nil
@@ -69,27 +69,28 @@ func (s *Service) load(ctx context.Context) (*registry, error) {
 func (r *registry) reserve(m *machine) (earlier *machine, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if key := m.record.RequestKey; key != "" {
+	if key := m.key; key != "" {
 		for _, other := range r.byID {
-			if other.record.RequestKey == key {
+			if other.key == key {
 				return other, nil
 			}
 		}
 	}
-	if m.record.Name == "" {
-		m.record.Name = r.freeName(m.record.Profile)
+	if m.name == "" {
+		m.name = r.freeName(m.profile)
+		m.record.Name = m.name
 	}
-	if other, taken := r.byName[m.record.Name]; taken {
+	if other, taken := r.byName[m.name]; taken {
 		return nil, &api.Error{
-			Code: api.CodeExists, VM: other.record.ID,
-			Message: fmt.Sprintf("there is a VM called %s already (%s)", m.record.Name, other.record.ID),
-			Hint:    fmt.Sprintf("choose another --name, or remove it with capsem delete %s", m.record.Name),
+			Code: api.CodeExists, VM: other.id,
+			Message: fmt.Sprintf("there is a VM called %s already (%s)", m.name, other.id),
+			Hint:    fmt.Sprintf("choose another --name, or remove it with capsem delete %s", m.name),
 		}
 	}
-	if _, taken := r.byID[m.record.ID]; taken {
-		return nil, &api.Error{Code: api.CodeExists, Message: "the id " + m.record.ID + " is taken; try again"}
+	if _, taken := r.byID[m.id]; taken {
+		return nil, &api.Error{Code: api.CodeExists, Message: "the id " + m.id + " is taken; try again"}
 	}
-	r.byID[m.record.ID], r.byName[m.record.Name] = m, m
+	r.byID[m.id], r.byName[m.name] = m, m
 	return nil, nil
 }
 
@@ -97,9 +98,9 @@ func (r *registry) reserve(m *machine) (earlier *machine, err error) {
 func (r *registry) release(m *machine) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.byID, m.record.ID)
-	if r.byName[m.record.Name] == m {
-		delete(r.byName, m.record.Name)
+	delete(r.byID, m.id)
+	if r.byName[m.name] == m {
+		delete(r.byName, m.name)
 	}
 }
 
@@ -133,10 +134,10 @@ func (r *registry) all() []*machine {
 		list = append(list, m)
 	}
 	slices.SortFunc(list, func(a, b *machine) int {
-		if c := a.record.CreatedAt.Compare(b.record.CreatedAt); c != 0 {
+		if c := a.created.Compare(b.created); c != 0 {
 			return c
 		}
-		return strings.Compare(a.record.ID, b.record.ID)
+		return strings.Compare(a.id, b.id)
 	})
 	return list
 }

@@ -164,7 +164,7 @@ func (s *Service) pass(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	c.Close()
-	socket, err := s.opts.Home.VMSocket(m.record.ID)
+	socket, err := s.opts.Home.VMSocket(m.id)
 	if err != nil {
 		return err
 	}
@@ -182,7 +182,7 @@ func (s *Service) pass(w http.ResponseWriter, r *http.Request) error {
 			p.Out.Header.Set(api.HeaderInitiator, inspect.FormatInitiator(who.Initiator))
 		},
 		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, err error) {
-			api.WriteError(w, &api.Error{Code: api.CodeUnavailable, Message: m.record.Name + "'s host process does not answer: " + err.Error(), VM: m.record.ID})
+			api.WriteError(w, &api.Error{Code: api.CodeUnavailable, Message: m.name + "'s host process does not answer: " + err.Error(), VM: m.id})
 		},
 	}
 	proxy.ServeHTTP(w, r)
@@ -195,7 +195,7 @@ func (s *Service) serveStart(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	return progress(w, r, func(step func(string)) (any, error) {
-		err := s.admin(r, "start "+m.record.Name, func(ctx context.Context) error {
+		err := s.admin(r, "start "+m.name, func(ctx context.Context) error {
 			done, err := m.take(ctx)
 			if err != nil {
 				return err
@@ -216,7 +216,7 @@ func (s *Service) serveStop(w http.ResponseWriter, r *http.Request) error {
 	if err := api.ReadJSON(r, &req); err != nil {
 		return err
 	}
-	err = s.admin(r, "stop "+m.record.Name, func(ctx context.Context) error {
+	err = s.admin(r, "stop "+m.name, func(ctx context.Context) error {
 		done, err := m.take(ctx)
 		if err != nil {
 			return err
@@ -238,7 +238,7 @@ func (s *Service) serveDelete(w http.ResponseWriter, r *http.Request) error {
 	}
 	force := r.URL.Query().Get(api.DeleteForce) == "true"
 	v := m.view()
-	if err := s.admin(r, "delete "+m.record.Name, func(ctx context.Context) error { return m.remove(ctx, force) }); err != nil {
+	if err := s.admin(r, "delete "+m.name, func(ctx context.Context) error { return m.remove(ctx, force) }); err != nil {
 		return err
 	}
 	v.State, v.PID = api.StateDeleted, 0

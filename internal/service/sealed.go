@@ -20,7 +20,7 @@ const sealedRecord = "vm.json"
 // those of deleted VMs are kept, with the VM's record beside it. A VM that
 // never had a ledger leaves none.
 func (s *Service) seal(ctx context.Context, m *machine) error {
-	home, id := s.opts.Home, m.record.ID
+	home, id := s.opts.Home, m.id
 	from, to := home.Ledger(id), home.SealedLedger(id)
 	if _, err := os.Stat(from); errors.Is(err, fs.ErrNotExist) {
 		return nil
