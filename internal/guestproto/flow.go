@@ -3,7 +3,6 @@ package guestproto
 import (
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 )
 
@@ -92,7 +91,7 @@ func NewIntake() *Intake {
 	return i
 }
 
-// Receive queues a copy of a Data message. Bytes for which the sender had no
+// Receive queues a Data message, whose bytes then are the intake's. Bytes for which the sender had no
 // credit, empty messages and data after the end are errors.
 func (i *Intake) Receive(d *Data) error {
 	n := int64(len(d.Bytes))
@@ -113,7 +112,7 @@ func (i *Intake) Receive(d *Data) error {
 	if k := len(i.queue) - 1; k >= 0 && i.queue[k].Stream == d.Stream && len(i.queue[k].Bytes)+len(d.Bytes) <= MaxData {
 		i.queue[k].Bytes = append(i.queue[k].Bytes, d.Bytes...)
 	} else {
-		i.queue = append(i.queue, Data{Stream: d.Stream, Bytes: slices.Clone(d.Bytes)})
+		i.queue = append(i.queue, *d)
 	}
 	i.arrived.Signal()
 	return nil
