@@ -10,6 +10,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/capsem/capsem/internal/event"
+	"github.com/capsem/capsem/internal/jsonrpc"
 )
 
 // ellipsis ends a text that was cut.
@@ -147,7 +148,7 @@ func argvJSON(argv []string) []byte {
 			b = append(b, ',')
 		}
 		if utf8.ValidString(arg) {
-			b = appendString(b, arg)
+			b = jsonrpc.AppendQuote(b, arg)
 			continue
 		}
 		b = append(b, `{"base64":"`...)
@@ -155,15 +156,6 @@ func argvJSON(argv []string) []byte {
 		b = append(b, `"}`...)
 	}
 	return append(b, ']')
-}
-
-// appendString appends a JSON string.
-func appendString(b []byte, s string) []byte {
-	quoted, err := json.Marshal(s)
-	if err != nil { // a string always has a JSON form
-		return append(b, `""`...)
-	}
-	return append(b, quoted...)
 }
 
 // judgedEvent is what security_rule_events keeps of the event: what was judged,
