@@ -166,8 +166,10 @@ func TestBatchWithABlockIsSynced(t *testing.T) {
 		verdict    event.Verdict
 		want       string
 	}{
-		{"allow", Process, allow(), "1"}, {"block", Process, block("profile.no"), "2"},
-		{"ask", Process, event.Verdict{Decision: event.Ask}, "2"}, {"power", Power, allow(), "2"},
+		{"allow", Process, allow(), "1"},
+		{"block", Process, block("profile.no"), "2"},
+		{"ask", Process, event.Verdict{Decision: event.Ask}, "2"},
+		{"power", Power, allow(), "2"},
 	} {
 		l := openTest(t, Options{Durability: tc.durability})
 		if _, err := l.Begin(t.Context(), toolCallEvent(t, `{}`), tc.verdict); err != nil {

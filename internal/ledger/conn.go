@@ -6,6 +6,7 @@ import (
 
 	"modernc.org/libc"
 	"modernc.org/libc/sys/types"
+
 	// The driver package readies the library (its init applies a patch).
 	_ "modernc.org/sqlite"
 	sqlite3 "modernc.org/sqlite/lib"
@@ -199,7 +200,7 @@ func (c *conn) bind(handle uintptr, values []value) error {
 		switch v.kind {
 		case null: // clear_bindings left it so
 		case integer:
-			rc = sqlite3.Xsqlite3_bind_int64(c.tls, handle, n, sqlite3.Tsqlite_int64(v.n))
+			rc = sqlite3.Xsqlite3_bind_int64(c.tls, handle, n, v.n)
 		case str, bytesText:
 			rc = sqlite3.Xsqlite3_bind_text(c.tls, handle, n, p, size, 0)
 		case blob:
@@ -295,7 +296,7 @@ func (c *conn) number(sql string) (int64, error) {
 	return n, nil
 }
 
-func (c *conn) lastID() int64 { return int64(sqlite3.Xsqlite3_last_insert_rowid(c.tls, c.db)) }
+func (c *conn) lastID() int64 { return sqlite3.Xsqlite3_last_insert_rowid(c.tls, c.db) }
 func (c *conn) inTransaction() bool {
 	return sqlite3.Xsqlite3_get_autocommit(c.tls, c.db) == 0
 }

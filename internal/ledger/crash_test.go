@@ -172,7 +172,8 @@ func TestPendingRowsOfEveryTableAreInterruptedAtTheNextOpen(t *testing.T) {
 	l := openTest(t, Options{})
 	for _, ev := range []*event.Event{
 		toolCallEvent(t, `{}`), execEvent(t, "true"), httpEvent(t, "x"), messageEvent(t, event.MCPResourceRead, "resources/read"),
-		{ID: newID(t), Type: event.FileImport, File: &event.File{Op: "import"}}, {ID: newID(t), Type: event.Boot},
+		{ID: newID(t), Type: event.FileImport, File: &event.File{Op: "import"}},
+		{ID: newID(t), Type: event.Boot},
 	} {
 		if _, err := l.Begin(t.Context(), ev, allow()); err != nil {
 			t.Fatal(err)

@@ -22,7 +22,8 @@ func filled(t *testing.T) string {
 	verdict.Matches = []event.Match{{Rule: "profile.seen", Action: "allow"}}
 	for _, ev := range []*event.Event{
 		toolCallEvent(t, `{"a":1}`), execEvent(t, "true"), httpEvent(t, "x"), messageEvent(t, event.MCPPromptGet, "prompts/get"),
-		{ID: newID(t), Type: event.FileExport, File: &event.File{Op: "export", Path: "/a"}}, {ID: newID(t), Type: event.Boot},
+		{ID: newID(t), Type: event.FileExport, File: &event.File{Op: "export", Path: "/a"}},
+		{ID: newID(t), Type: event.Boot},
 	} {
 		r, err := l.Begin(t.Context(), ev, verdict)
 		if err != nil {
@@ -301,7 +302,7 @@ func TestTableIDsMatchTables(t *testing.T) {
 		vmEvents: "vm_events", securityRuleEvents: "security_rule_events", eventBodyBlobs: "event_body_blobs",
 	}
 	tables := Tables()
-	if len(tables) != int(tableCount) {
+	if len(tables) != tableCount {
 		t.Fatalf("%d tables, %d ids", len(tables), tableCount)
 	}
 	for id, name := range want {

@@ -226,7 +226,7 @@ func (r *Reader) query(ctx context.Context, query string, limits Limits) (*Resul
 	return result, errors.Join(err, conn.Close())
 }
 
-func collect(ctx context.Context, conn *sql.Conn, statement string, limits Limits) (*Result, error) {
+func collect(ctx context.Context, conn *sql.Conn, statement string, limits Limits) (result *Result, err error) {
 	for id, n := range map[int]int{
 		sqlite3.SQLITE_LIMIT_LENGTH: max(limits.Bytes, maxSQL), sqlite3.SQLITE_LIMIT_COLUMN: maxColumns,
 		sqlite3.SQLITE_LIMIT_SQL_LENGTH: maxSQL, sqlite3.SQLITE_LIMIT_ATTACHED: 0,
@@ -239,8 +239,8 @@ func collect(ctx context.Context, conn *sql.Conn, statement string, limits Limit
 	if err != nil {
 		return nil, err
 	}
-	result, err := scan(rows, limits)
-	return result, errors.Join(err, rows.Close())
+	defer func() { err = errors.Join(err, rows.Close()) }()
+	return scan(rows, limits)
 }
 
 func scan(rows *sql.Rows, limits Limits) (*Result, error) {

@@ -54,8 +54,9 @@ const (
 	vmEvents
 	securityRuleEvents
 	eventBodyBlobs
-	tableCount
 )
+
+const tableCount = int(eventBodyBlobs) + 1
 
 // Tables lists the tables that hold events, each with all of its columns but
 // `id`, `begin_digest` and `digest`, which every one of them has. The tables

@@ -16,7 +16,7 @@ var errEnded = errors.New("the outcome was recorded before")
 // statements are the indices of the prepared statements: insert of table t is
 // 2t, finish of table t is 2t+1, and then these.
 const (
-	insertBody = 2*int(tableCount) + iota
+	insertBody = 2*tableCount + iota
 	begin
 	commit
 	rollback
