@@ -401,11 +401,13 @@ func TestTheServersEnvironmentIsWhatWasConfigured(t *testing.T) {
 
 func TestAFloodOfStderrDoesNotBlockTheServer(t *testing.T) {
 	for _, mode := range []string{"stderr-long", "stderr-cr"} {
+		begin := time.Now()
 		r := chaosRig(t, mode)
 		r.awaitReady()
 		r.works()
-		if n := len(r.eventList()); n > 500 {
-			t.Errorf("%s: %d events", mode, n)
+		// 100 at once and 20 a second after that.
+		if n, limit := len(r.eventList()), 101+20*time.Since(begin).Seconds(); float64(n) > limit {
+			t.Errorf("%s: %d events, limit %f", mode, n, limit)
 		}
 		for _, e := range r.eventList() {
 			if len(e.Text) > toolproto.MaxEventText {
@@ -423,7 +425,9 @@ func TestShutdownEndsTheServer(t *testing.T) {
 	if err := r.ended(10 * time.Second); err != nil {
 		t.Error(err)
 	}
-	if took := time.Since(begin); took > time.Second {
+	// It ends by itself: nothing is waited for. (The race detector makes every
+	// exit take a second.)
+	if took := time.Since(begin); took > 1800*time.Millisecond {
 		t.Errorf("it took %s", took)
 	}
 }

@@ -35,11 +35,11 @@ func chaos(mode string) int {
 	case "banner":
 		fmt.Fprint(out, "Welcome to Chaos 1.0!\n\n  \r\n[info] listening\n{not json}\n")
 	case "stderr-long", "stderr-cr":
-		unit := bytes.Repeat([]byte("x"), 1<<20)
+		unit, total := bytes.Repeat([]byte("x"), 1<<20), 100<<20
 		if mode == "stderr-cr" {
-			unit = bytes.Repeat([]byte("progress 50%\r"), 1<<16)
+			unit, total = bytes.Repeat([]byte("progress 50%\r"), 1<<16), 10<<20
 		}
-		for written := 0; written < 100<<20; written += len(unit) {
+		for written := 0; written < total; written += len(unit) {
 			if _, err := os.Stderr.Write(unit); err != nil {
 				return 4
 			}
