@@ -121,7 +121,7 @@ func (p *pipes) closeTheirs() { closePipes(p.theirs[:]) }
 func closePipes(files []*os.File) {
 	for _, f := range files {
 		if f != nil {
-			_ = f.Close()
+			_ = f.Close() // as said above, or what is in it is not wanted any more
 		}
 	}
 }

@@ -121,6 +121,6 @@ func (s *socket) close() error { return s.conn.Close() }
 // held by somebody else, so nothing can be lost here.
 func closeAll(files []*os.File) {
 	for _, f := range files {
-		_ = f.Close()
+		_ = f.Close() // a copy
 	}
 }
