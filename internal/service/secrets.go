@@ -9,6 +9,7 @@ import (
 
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
+	"github.com/capsem/capsem/internal/ledger"
 )
 
 // maxSecret is the size of one secret, in bytes.
@@ -35,8 +36,9 @@ func (s *Service) serveSecretSet(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return fmt.Errorf("reading the secret: %w", err)
 	}
-	if len(value) == 0 || len(value) > maxSecret {
-		return &api.Error{Code: api.CodeInvalid, Message: fmt.Sprintf("a secret has 1 to %d bytes", maxSecret)}
+	// A shorter one could not be kept out of the ledger without mangling words.
+	if len(value) < ledger.MinSecret || len(value) > maxSecret {
+		return &api.Error{Code: api.CodeInvalid, Message: fmt.Sprintf("a secret has %d to %d bytes", ledger.MinSecret, maxSecret)}
 	}
 	if err := s.opts.Home.SecretStore().Set(name, config.NewSecret(string(value))); err != nil {
 		return err

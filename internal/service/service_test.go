@@ -336,6 +336,9 @@ func TestASecretCannotBeReadBack(t *testing.T) {
 	if err := r.person().Put(t.Context(), "/v1/secrets/token", []byte("s3cret"), nil); err != nil {
 		t.Fatal(err)
 	}
+	if err := r.person().Put(t.Context(), "/v1/secrets/short", []byte("abc"), nil); code(err) != api.CodeInvalid {
+		t.Errorf("one that is too short: %v", err)
+	}
 	var list api.SecretList
 	if err := r.person().Do(t.Context(), "GET", "/v1/secrets", nil, &list); err != nil || len(list.Names) != 1 || list.Names[0] != "token" {
 		t.Errorf("got %v, %v", list, err)
