@@ -136,3 +136,12 @@ func echoTool() tool {
 	}
 	return t
 }
+
+// Definitions are the tools as elements of tools/list, for the documentation.
+func Definitions() []json.RawMessage {
+	var all []json.RawMessage
+	for _, t := range tools() {
+		all = append(all, t.definition())
+	}
+	return all
+}

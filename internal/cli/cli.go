@@ -73,6 +73,9 @@ func Main(ctx context.Context, args []string, o Options) int {
 	return ExitFailure
 }
 
+// Root is the command line as a tree of commands, for the documentation.
+func Root(o Options) *cobra.Command { return (&app{Options: o}).root() }
+
 // usageError is a command line that cannot be understood.
 type usageError struct{ error }
 

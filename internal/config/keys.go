@@ -38,7 +38,7 @@ func ProfileKeys() []Key {
 		{Table: servers, Name: "name", Type: "string", Example: `"files"`, Doc: "the server's name, which its tools have before theirs: `files__read`"},
 		{Table: servers, Name: "command", Type: "string", Example: `"npx"`, Doc: "the program that is the server, speaking on stdin and stdout; a server has this or `url`"},
 		{Table: servers, Name: "args", Type: "list of strings", Example: `["-y", "@modelcontextprotocol/server-filesystem", "/srv"]`, Doc: "the program's arguments"},
-		{Table: servers, Name: "env", Type: "table of strings", Example: `{ LANG = "C" }`, Doc: "the program's environment; nothing else of this machine's is in it but a few variables such as PATH"},
+		{Table: servers, Name: "env", Type: "table of strings", Example: `{ LANG = "C" }`, Doc: "the program's environment, beside HOME, LANG, LOGNAME, PATH, SHELL, TERM and USER, which it gets from here"},
 		{Table: servers, Name: "secrets", Type: "table of strings", Example: `{ TOKEN = "files-token" }`, Doc: "variables of the program and the secret (`capsem secret`) that each has as its value"},
 		{Table: servers, Name: "url", Type: "string", Example: `"https://mcp.example.com/mcp"`, Doc: "where the server speaks streamable HTTP"},
 		{Table: servers, Name: "headers", Type: "table of strings", Example: `{ Authorization = "Bearer ${files-token}" }`, Doc: "headers of every request to `url`; `${NAME}` stands for a secret"},

@@ -20,7 +20,7 @@ const (
 
 type timelineArguments struct {
 	reference
-	Layers  []string `json:"layers,omitempty" jsonschema:"only these kinds of things (default: all)"`
+	Layers  []string `json:"layers,omitempty" jsonschema:"only these kinds of things, of exec, fs, mcp, net, security, tool and vm (default: all)"`
 	Since   string   `json:"since,omitempty" jsonschema:"only what is newer: how long ago, as 10m or 2h, or a time, as 2026-01-02T15:04:05Z"`
 	TraceID string   `json:"traceId,omitempty" jsonschema:"only what belongs to this trace"`
 	Limit   int      `json:"limit,omitempty" jsonschema:"the most entries to return"`
