@@ -17,13 +17,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/capsem/capsem/internal/child"
 	"github.com/capsem/capsem/internal/config"
 	"github.com/capsem/capsem/internal/jsonrpc"
 	"github.com/capsem/capsem/internal/launch"
 	"github.com/capsem/capsem/internal/toolproto"
 	"github.com/capsem/capsem/internal/upstream"
-	"github.com/google/go-cmp/cmp"
 )
 
 // TestMain lets the test binary be the launcher, an init, capsem-aggregator, and

@@ -13,9 +13,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/capsem/capsem/internal/jsonrpc"
 	"github.com/capsem/capsem/internal/toolproto"
-	"github.com/google/go-cmp/cmp"
 )
 
 // web is a streamable HTTP server that misbehaves.

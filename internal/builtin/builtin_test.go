@@ -12,10 +12,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/capsem/capsem/internal/builtin"
 	"github.com/capsem/capsem/internal/jsonrpc"
 	"github.com/capsem/capsem/internal/toolproto"
-	"github.com/google/go-cmp/cmp"
 )
 
 // rig is the supervisor's end of the built-in tools.

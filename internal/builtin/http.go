@@ -65,8 +65,10 @@ func (m method) tool() tool {
 		},
 	}
 	if m.body {
-		t.parameters = append(t.parameters, parameter{"body", false,
-			`{"type":"string","description":"Request body, sent as UTF-8. Set the content-type header to match."}`})
+		t.parameters = append(t.parameters, parameter{
+			"body", false,
+			`{"type":"string","description":"Request body, sent as UTF-8. Set the content-type header to match."}`,
+		})
 	}
 	t.parameters = append(t.parameters,
 		parameter{"timeoutSeconds", false, fmt.Sprintf(`{"type":"integer","minimum":1,"maximum":%d,"description":"How long the request may take."}`, MaxSeconds)},

@@ -16,9 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/capsem/capsem/internal/child"
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/child"
 )
 
 // TestMain lets the test binary play the child when it is started as one.

@@ -9,8 +9,9 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/capsem/capsem/internal/child"
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/child"
 )
 
 // Client is the per-VM process's side of its launcher. Its methods may be called

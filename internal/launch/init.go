@@ -9,8 +9,9 @@ import (
 	"runtime"
 	"syscall"
 
-	"github.com/capsem/capsem/internal/child"
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/child"
 )
 
 // forwarded are the signals that an init passes on to its program's group.

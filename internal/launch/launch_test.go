@@ -18,10 +18,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/capsem/capsem/internal/child"
-	"github.com/capsem/capsem/internal/launch"
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/child"
+	"github.com/capsem/capsem/internal/launch"
 )
 
 // wantIsolation is the variable by which a re-run of this suite is told what it

@@ -11,8 +11,9 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/capsem/capsem/internal/child"
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/child"
 )
 
 // initWait bounds how long an init may take from its own start to the start of

@@ -6,10 +6,11 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/capsem/capsem/internal/jsonrpc"
 	"github.com/capsem/capsem/internal/toolproto"
 	"github.com/capsem/capsem/internal/upstream"
-	"github.com/google/go-cmp/cmp"
 )
 
 // pages answers tools/list page by page.

@@ -13,13 +13,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+
 	"github.com/capsem/capsem/internal/child"
 	"github.com/capsem/capsem/internal/event"
 	"github.com/capsem/capsem/internal/jsonrpc"
 	"github.com/capsem/capsem/internal/toolproto"
 	"github.com/capsem/capsem/internal/upstream"
-	"github.com/google/go-cmp/cmp"
-	"golang.org/x/sys/unix"
 )
 
 // process is a tool process in this one: a function on the other ends of real
