@@ -1,6 +1,7 @@
 package qemu
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -138,8 +139,12 @@ func (m *Machine) Start(ctx context.Context) error {
 	if err == nil {
 		return nil
 	}
-	if errors.Is(err, errMonitor) { // QEMU has ended: why is better to know
-		err = m.Wait()
+	if ctx.Err() == nil { // the monitor broke, as it does when QEMU ends: why is better to know
+		select {
+		case <-m.ended:
+			err = cmp.Or(m.Wait(), err)
+		case <-ctx.Done():
+		}
 	}
 	return fmt.Errorf("starting machine %s: %w", m.spec.Name, errors.Join(err, m.Stop(context.WithoutCancel(ctx))))
 }

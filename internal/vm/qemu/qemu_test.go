@@ -83,7 +83,6 @@ func TestMachinesPassTheSuite(t *testing.T) {
 	kernel, initrd := vmtest.Image(t)
 	vmtest.Run(t, vmtest.Setup{
 		Backend: backend,
-		Bulk:    64 << 20,
 		Spec: func(t testing.TB) vm.Spec {
 			return vm.Spec{Name: "suite,1", CPUs: 1, MemoryBytes: 256 << 20, Kernel: kernel, Initrd: initrd, Console: console(t)}
 		},

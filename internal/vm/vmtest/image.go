@@ -17,8 +17,9 @@ import (
 // vmlinux, manifest.json and modules/, as `capsem image build` makes it.
 const EnvImage = "CAPSEM_TEST_IMAGE"
 
-// guestProgram is the package whose program is the guest's /init.
-const guestProgram = "github.com/capsem/capsem/internal/vm/vmtest/guest"
+// guestProgram is the file, below the root of the module, of the program that is
+// the guest's /init.
+const guestProgram = "internal/vm/vmtest/guest/main.go"
 
 // ModuleFolder is where the guest finds its kernel modules, and ModuleList the
 // file that lists them in the order in which they can be loaded, one a line.
@@ -114,8 +115,15 @@ func modules(t testing.TB) []cpio.Entry {
 // buildGuest compiles the guest's program.
 func buildGuest(t testing.TB) []byte {
 	t.Helper()
+	file := filepath.Join(moduleRoot(t), filepath.FromSlash(guestProgram))
+	// A cached result of the test must not outlive a change of the program: go
+	// test looks at the files that a test has looked at.
+	if _, err := os.Stat(file); err != nil {
+		t.Fatal(err)
+	}
 	out := filepath.Join(t.TempDir(), "init")
-	cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags=-s -w", "-o", out, guestProgram)
+	cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-ldflags=-s -w", "-o", out, ".")
+	cmd.Dir = filepath.Dir(file)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOFLAGS=")
 	if output, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("building the guest: %v\n%s", err, output)
@@ -125,4 +133,22 @@ func buildGuest(t testing.TB) []byte {
 		t.Fatal(err)
 	}
 	return program
+}
+
+// moduleRoot is the folder above the test's that has go.mod.
+func moduleRoot(t testing.TB) string {
+	t.Helper()
+	dir, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir
+		}
+		if dir == filepath.Dir(dir) {
+			t.Fatal("the test does not run below a folder with go.mod")
+		}
+		dir = filepath.Dir(dir)
+	}
 }

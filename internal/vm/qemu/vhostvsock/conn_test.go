@@ -435,6 +435,30 @@ func TestManyConnectionsAtOnce(t *testing.T) {
 	}
 }
 
+func TestAWriteLargerThanWhatIsMovedAtATimeArrives(t *testing.T) {
+	d, g := startGuest(t)
+	c, s := open(t, d, g, 1)
+	h := s.header(opCreditUpdate)
+	h.bufAlloc = 1 << 30 // room for all of it at once
+	g.transmit(h, nil)
+	d.await(t, func() bool { return c.(*Conn).credit() == 1<<30 })
+	g.mu.Lock()
+	s.alloc = 1 << 30
+	g.mu.Unlock()
+	const size = 16 << 20
+	var read errgroup.Group
+	read.Go(func() error {
+		_, err := io.CopyN(io.Discard, s, size)
+		return err
+	})
+	if n, err := c.Write(make([]byte, size)); n != size || err != nil {
+		t.Errorf("wrote %d, %v", n, err)
+	}
+	if err := read.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestWritersTakeTurns(t *testing.T) {
 	d, g := startGuest(t)
 	bulk, sink := open(t, d, g, 1)

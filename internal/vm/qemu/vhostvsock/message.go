@@ -119,6 +119,9 @@ func readMessage(conn *net.UnixConn) (message, error) {
 	}
 	m.payload = make([]byte, size)
 	if _, err := io.ReadFull(conn, m.payload); err != nil {
+		if errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF // it is the end, but not between messages
+		}
 		return message{}, errors.Join(fmt.Errorf("reading %d bytes of message %d: %w", size, m.request, err), m.closeFile())
 	}
 	return m, nil

@@ -39,7 +39,7 @@ const (
 func (d *Device) serve() error {
 	for {
 		m, err := readMessage(d.socket)
-		if errors.Is(err, io.EOF) {
+		if hungUp(err) {
 			return nil
 		}
 		if err != nil {
@@ -49,10 +49,19 @@ func (d *Device) serve() error {
 		if closeErr := m.closeFile(); err == nil {
 			err = closeErr
 		}
+		if hungUp(err) {
+			return nil
+		}
 		if err != nil {
 			return fmt.Errorf("serving vhost-user request %d: %w", m.request, err)
 		}
 	}
+}
+
+// hungUp reports whether err is the end of the connection: also that of a QEMU
+// which was killed before it had read an answer.
+func hungUp(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE)
 }
 
 // answer does what m asks for and replies if a reply is due.
@@ -173,7 +182,8 @@ func (d *Device) changeMemory(m *message) error {
 			return err
 		}
 	}
-	return d.poke()
+	d.poke()
+	return nil
 }
 
 // queue returns the queue that a message names.
@@ -200,7 +210,8 @@ func (d *Device) setVring(m *message) ([]byte, error) {
 		return s.encode(), d.stopQueue(q)
 	case reqSetVringEnable:
 		q.enabled = s.value != 0
-		return nil, d.poke()
+		d.poke()
+		return nil, nil
 	default:
 		return nil, q.configure(m.request, s.value)
 	}
@@ -346,7 +357,8 @@ func (d *Device) startQueue(q *virtqueue, m *message) error {
 	}
 	d.watchers.Add(1)
 	go d.watch(q, kick)
-	return d.poke()
+	d.poke()
+	return nil
 }
 
 // stopQueue ends serving q. Its position stays for the next start.
@@ -389,17 +401,19 @@ func (d *Device) watch(q *virtqueue, kick *os.File) {
 // poke makes the watchers look at their queues without a kick. It is called
 // when a queue may have begun to run: what the driver put there before may never
 // be kicked again.
-func (d *Device) poke() error {
+func (d *Device) poke() {
 	for i := range d.queues {
-		q := &d.queues[i]
-		if !q.running() {
-			continue
-		}
-		if err := q.kick.SetReadDeadline(time.Unix(1, 0)); err != nil {
-			return fmt.Errorf("waking the watcher of queue %d: %w", i, err)
+		if q := &d.queues[i]; q.running() {
+			q.poke()
 		}
 	}
-	return nil
+}
+
+// poke makes the watcher of a queue that runs look at it.
+func (q *virtqueue) poke() {
+	// It fails for a descriptor that was closed, whose watcher has ended, and
+	// for one without deadlines, which startQueue has refused.
+	_ = q.kick.SetReadDeadline(time.Unix(1, 0))
 }
 
 // interrupt tells the driver of what was pushed to q, if it wants to know.

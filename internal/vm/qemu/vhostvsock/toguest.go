@@ -15,6 +15,10 @@ const maxPacket = 64 << 10
 // while more follow, so that it works on the first ones meanwhile.
 const interruptEvery = 16
 
+// flushLimit is how many packets one flush moves: a guest that takes them as fast
+// as they come must not keep everybody else from the lock.
+const flushLimit = 256
+
 // note is a set of packets without data that a connection has to send. A set,
 // and not a queue: however often a credit update becomes due, it is sent once,
 // with the figures of the moment at which it is sent.
@@ -50,10 +54,15 @@ func (d *Device) moveToGuest() {
 // flush moves what waits into the buffers that the guest has posted, as far as
 // they reach: first resets, then other packets without data, then data, one
 // packet of each connection in turn. It never waits; where there are too few
-// buffers, the guest's next kick continues.
+// buffers, the guest's next kick continues, and where there is too much to move
+// under one lock, the queue's watcher does.
 func (d *Device) flush() {
 	q := &d.queues[toGuest]
 	for moved := 1; !d.stopped && q.running() && !d.out.empty(); moved++ {
+		if moved > flushLimit {
+			q.poke()
+			break
+		}
 		c, ok, err := q.next(&d.memory)
 		if err == nil && ok && c.size <= headerSize {
 			err = fmt.Errorf("a receive buffer has only %d bytes", c.size)
