@@ -87,14 +87,14 @@ func (g *Guest) serve(ctx context.Context, conn net.Conn, shaken func()) {
 	}
 	g.opts.Log.Info("the guest's agent is ready", "epoch", a.Epoch)
 	err = g.converse(c)
-	if !g.isClosed() {
-		g.opts.Log.Info("control connection ended", "epoch", a.Epoch, "error", err)
-	}
 	g.mu.Lock()
-	defer g.mu.Unlock()
 	if g.current == c {
 		g.current = nil
 		g.change()
+	}
+	g.mu.Unlock()
+	if !g.isClosed() {
+		g.opts.Log.Info("control connection ended", "epoch", a.Epoch, "error", err)
 	}
 }
 

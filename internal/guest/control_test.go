@@ -138,6 +138,63 @@ func TestTheAgentComesBackWithAHigherEpoch(t *testing.T) {
 	}
 }
 
+// TestACommandIsNotLostToAnAgentThatComesBack: the first agent is gone, and
+// refuses, before the host has heard of it.
+func TestACommandIsNotLostToAnAgentThatComesBack(t *testing.T) {
+	run := real(t, relay.Options{Epoch: 1})
+	again := make(chan struct{})
+	g, _ := start(t, func(ctx context.Context, fg *fakevm.Guest) error {
+		conn, err := announce(ctx, fg, 1)
+		if err != nil {
+			return err
+		}
+		<-again
+		if err := conn.Close(); err != nil {
+			return err
+		}
+		return run(ctx, fg)
+	}, guest.Options{})
+	awaitReady(t, g)
+	out := make(chan string)
+	go func() {
+		s, _, _ := capture(t, g, argv("echo", "done"), nil)
+		out <- s
+	}()
+	close(again)
+	if s := <-out; s != "done\n" {
+		t.Errorf("got %q", s)
+	}
+}
+
+func TestWhoWaitsForAnAgentThatIsGivenUpIsTold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newPipes()
+		g, err := guest.New(m, guest.Options{Log: discard()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer g.Close()
+		leave := make(chan struct{})
+		go func() { // an agent that leaves and does not come back
+			conn := m.dialHost(guestproto.PortControl)
+			c := guestproto.NewControlConn(conn)
+			_ = c.Write(&guestproto.Control{Hello: &guestproto.Hello{Protocol: guestproto.ProtocolVersion, Epoch: 1}})
+			_, _ = c.Read()
+			_ = c.Write(&guestproto.Control{Ready: &guestproto.Ready{}})
+			<-leave
+			_ = conn.Close()
+		}()
+		if err := g.Ready(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		close(leave)
+		synctest.Wait()
+		if _, err := g.Exec(t.Context(), argv("true"), guest.IO{}); !errors.Is(err, guest.ErrUnreachable) {
+			t.Errorf("got %v", err)
+		}
+	})
+}
+
 func TestShutdownEndsCommandsAndTheGuest(t *testing.T) {
 	g, m := start(t, real(t, relay.Options{}), guest.Options{})
 	awaitReady(t, g)

@@ -22,6 +22,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/capsem/capsem/internal/guestproto"
@@ -65,6 +66,8 @@ const (
 	// hostGrace is what a command's timeout is exceeded by, beside the guest's
 	// own grace, before we end the wait ourselves.
 	hostGrace = 3 * time.Second
+	// redialAfter is how long a refused connection waits for news of the agent.
+	redialAfter = 200 * time.Millisecond
 	// lingerTime is how long an attached client may take to close after the last
 	// word.
 	lingerTime = 2 * time.Second
@@ -72,6 +75,9 @@ const (
 	// file.
 	answerTimeout = 60 * time.Second
 )
+
+// dialAttempts is how often a connection to the agent is tried.
+const dialAttempts = 3
 
 // Bounds of what a guest may claim.
 const (
@@ -226,23 +232,33 @@ func (g *Guest) change() {
 // would succeed. It waits for that as long as ctx lives; an agent of another
 // protocol version ends the wait with a *VersionError.
 func (g *Guest) Ready(ctx context.Context) error {
+	_, err := g.await(ctx, false)
+	return err
+}
+
+// await waits for a control connection that is ready. lost says that a guest which
+// was given up is an error, and not to be waited for.
+func (g *Guest) await(ctx context.Context, lost bool) (*control, error) {
 	for {
 		g.mu.Lock()
 		current, refused, changed := g.current, g.refused, g.changed
+		lost := lost && g.epoch > 0 && !g.alive
 		g.mu.Unlock()
 		switch {
 		case g.isClosed():
-			return ErrClosed
+			return nil, ErrClosed
 		case current != nil:
-			return nil
+			return current, nil
 		case refused != nil:
-			return refused
+			return nil, refused
+		case lost:
+			return nil, ErrUnreachable
 		}
 		select {
 		case <-changed:
 		case <-g.closed:
 		case <-ctx.Done():
-			return fmt.Errorf("waiting for the guest's agent: %w", context.Cause(ctx))
+			return nil, fmt.Errorf("waiting for the guest's agent: %w", context.Cause(ctx))
 		}
 	}
 }
@@ -298,13 +314,7 @@ type call struct{ cancel context.CancelCauseFunc }
 // be lost. The context ends with ctx, with Close and when the guest is lost; its
 // cause says which. The caller calls leave.
 func (g *Guest) enter(ctx context.Context) (_ context.Context, leave func(), err error) {
-	g.mu.Lock()
-	lost := g.epoch > 0 && !g.alive && !g.isClosed()
-	g.mu.Unlock()
-	if lost {
-		return nil, nil, ErrUnreachable
-	}
-	if err := g.Ready(ctx); err != nil {
+	if _, err := g.await(ctx, true); err != nil {
 		return nil, nil, err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -325,4 +335,28 @@ func (g *Guest) enter(ctx context.Context) (_ context.Context, leave func(), err
 		defer g.mu.Unlock()
 		delete(g.calls, c)
 	}, nil
+}
+
+// dial connects to the agent's port for commands and files. An agent that was
+// started anew refuses for a moment, before its loss and its return are heard of:
+// nothing was said yet, so another attempt follows when there is news, or when
+// none comes.
+func (g *Guest) dial(ctx context.Context) (net.Conn, error) {
+	for attempt := 1; ; attempt++ {
+		current, err := g.await(ctx, true)
+		if err != nil {
+			return nil, err
+		}
+		conn, err := g.machine.Dial(ctx, guestproto.PortStreams)
+		if err == nil || attempt == dialAttempts || !errors.Is(err, syscall.ECONNRESET) {
+			return conn, err
+		}
+		timer := time.NewTimer(redialAfter)
+		select {
+		case <-current.ended:
+		case <-timer.C:
+		case <-ctx.Done():
+		}
+		timer.Stop()
+	}
 }

@@ -39,7 +39,7 @@ func (g *Guest) open(ctx context.Context, first *guestproto.Stream) (context.Con
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	s := &stream{g: g, cancel: cancel, cause: func() error { return context.Cause(ctx) }, leave: leave}
-	s.conn, err = g.machine.Dial(ctx, guestproto.PortStreams)
+	s.conn, err = g.dial(ctx)
 	if err != nil {
 		err = s.because(fmt.Errorf("connecting to the guest's agent: %w", err))
 		cancel(nil)

@@ -163,6 +163,8 @@ func startError(path string, spec Spec, err error) error {
 		return &StartError{Code: codeCannot, Message: fmt.Sprintf("%s: not executable for user %s, or its working directory %s is closed to them", path, spec.User.Name, spec.Dir)}
 	case errors.Is(err, unix.ENOEXEC):
 		return &StartError{Code: codeCannot, Message: path + ": neither a program of this machine nor a script with a #! line"}
+	case errors.Is(err, unix.EAGAIN):
+		return &StartError{Code: codeCannot, Message: path + ": the guest's limit of processes is reached: end some, or restart the machine"}
 	case errors.Is(err, unix.E2BIG):
 		total := 0
 		for _, s := range spec.Argv {
