@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"sync"
 	"syscall"
 
 	"github.com/capsem/capsem/internal/client"
@@ -17,7 +18,7 @@ import (
 )
 
 // version is set by the build.
-var version = "devel"
+var version = "dev"
 
 const usage = `usage: capsem-mcp [--version]
 
@@ -57,6 +58,16 @@ func run(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.
 // connector reaches the service by the socket for agents. What is wrong with the
 // home is told to whoever calls a tool, not by a server that does not start.
 func connector(env config.Env, log *slog.Logger) func(context.Context) (*client.Client, error) {
+	var mu sync.Mutex
+	var said string // the last news: calls would repeat it
+	say := func(s string) {
+		mu.Lock()
+		defer mu.Unlock()
+		if s != said {
+			said = s
+			log.Info("the service", "news", s)
+		}
+	}
 	return func(ctx context.Context) (*client.Client, error) {
 		home, err := config.OpenHome(env)
 		if err != nil {
@@ -72,7 +83,7 @@ func connector(env config.Env, log *slog.Logger) func(context.Context) (*client.
 		}
 		return client.Starter{
 			Home: home, Executable: capsemd, Env: env.Daemon(), Version: version,
-			Say: func(s string) { log.Info("the service", "news", s) },
+			Say: say,
 		}.Ensure(ctx, socket)
 	}
 }
