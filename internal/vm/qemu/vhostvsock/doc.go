@@ -24,6 +24,10 @@
 //     its own connections and nobody else. Write copies straight into the guest's
 //     receive buffers, so nothing piles up here; deadlines and Close unblock it.
 //
+// A QEMU that was taken over shares its eventfds with us, and can arrange that
+// interrupting the guest blocks. That stalls this device, which serves nobody
+// but that QEMU's guest, until the process that holds the device ends.
+//
 // The code follows a packet's path: message.go decodes what QEMU says,
 // session.go acts on it, memory.go holds the mapped guest memory, virtqueue.go
 // walks the rings, header.go is the packet's header, fromguest.go and toguest.go

@@ -352,13 +352,25 @@ func (d *Device) startQueue(q *virtqueue, m *message) error {
 		return fmt.Errorf("ring at %#x, %#x, %#x is outside of the guest's memory", q.address.desc, q.address.avail, q.address.used)
 	}
 	q.begin()
-	if q == &d.queues[toGuest] && q.lastAvail == 0 {
+	if d.fresh() {
 		d.forget()
 	}
 	d.watchers.Add(1)
 	go d.watch(q, kick)
 	d.poke()
 	return nil
+}
+
+// fresh reports whether both queues have been started from their beginning, as a
+// driver that has just been loaded does. After a pause at least one of them goes
+// on from somewhere else.
+func (d *Device) fresh() bool {
+	for i := range d.queues {
+		if q := &d.queues[i]; !q.started || q.lastAvail != 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // stopQueue ends serving q. Its position stays for the next start.
