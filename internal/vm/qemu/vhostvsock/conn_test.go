@@ -357,6 +357,25 @@ func TestBulkDataArrivesUnchangedInBothDirectionsAtOnce(t *testing.T) {
 	transfer(t, c, s, size)
 }
 
+func TestEveryKindOfRingCarriesData(t *testing.T) {
+	for name, test := range map[string]struct {
+		features uint64
+		indirect bool
+	}{
+		"with indirect tables":  {features, true},
+		"without event indexes": {features &^ featureEventIdx, false},
+		"with neither":          {featureVersion1, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, g := startGuestWith(t, test.features)
+			g.indirect = test.indirect
+			c, s := open(t, d, g, 1)
+			exchange(t, c, s)
+			transfer(t, c, s, 4<<20)
+		})
+	}
+}
+
 // transfer sends size pseudo-random bytes each way at the same time, in pieces
 // of odd sizes, and compares the digests.
 func transfer(t *testing.T, a, b io.ReadWriter, size int64) {

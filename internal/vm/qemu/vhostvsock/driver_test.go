@@ -30,7 +30,8 @@ const (
 	bufferGuest = 1 << 32
 	bufferUser  = 0x7e0000000000
 	bufferBytes = slots * (rxSlotSize + txSlotSize)
-	rxPayload   = 4 << 10 // as Linux posts it
+	rxPayload   = 4 << 10  // as Linux posts it
+	tableOffset = 70 << 10 // in a slot of the from-guest queue, an indirect table
 )
 
 // driver is the other side of the device, small and real: QEMU's half of
@@ -43,8 +44,11 @@ type driver struct {
 	data   []byte // the whole of memory
 	rx, tx driverRing
 
-	sending sync.Mutex // guards tx
-	scratch []byte     // the payload that receive returned
+	features uint64 // what the driver negotiates
+
+	sending  sync.Mutex // guards tx
+	indirect bool       // packets are sent by indirect tables
+	scratch  []byte     // the payload that receive returned
 }
 
 // driverRing is the driver's side of one queue. Each slot is a chain of two
@@ -54,6 +58,7 @@ type driverRing struct {
 	kick, call        *os.File
 	availIdx, usedIdx uint16
 	base              uint32 // where the device goes on
+	plain             bool   // without event indexes
 	free              []int
 	slot              func(i int) []byte // the slot's buffer
 }
@@ -88,8 +93,16 @@ func unixConn(t testing.TB, fd int) *net.UnixConn {
 // startDriver starts a device and brings its driver up.
 func startDriver(t testing.TB) (*Device, *driver) {
 	t.Helper()
+	return startDriverWith(t, features)
+}
+
+// startDriverWith is startDriver with some of the features only.
+func startDriverWith(t testing.TB, some uint64) (*Device, *driver) {
+	t.Helper()
 	d, socket := startDevice(t)
 	g := newDriver(t, socket)
+	g.features = some
+	g.rx.plain, g.tx.plain = some&featureEventIdx == 0, some&featureEventIdx == 0
 	g.realize()
 	g.start()
 	return d, g
@@ -97,7 +110,7 @@ func startDriver(t testing.TB) (*Device, *driver) {
 
 func newDriver(t testing.TB, socket *net.UnixConn) *driver {
 	t.Helper()
-	g := &driver{t: t, socket: socket, memory: sealedMemory(t, 2*ringBytes+bufferBytes, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW)}
+	g := &driver{t: t, socket: socket, features: features, memory: sealedMemory(t, 2*ringBytes+bufferBytes, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW)}
 	data, err := unix.Mmap(int(g.memory.Fd()), 0, 2*ringBytes+bufferBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		t.Fatal(err)
@@ -237,7 +250,7 @@ func (g *driver) realize() {
 // start does what QEMU does when the guest's driver is ready, from position 0.
 func (g *driver) start() {
 	g.t.Helper()
-	g.tell(reqSetFeatures, u64(features&^featureProtocolFeatures), nil)
+	g.tell(reqSetFeatures, u64(g.features&^featureProtocolFeatures), nil)
 	for _, r := range g.regions() {
 		g.ask(reqAddMemReg, flagNeedReply, r.encode(), g.memory)
 	}
@@ -312,7 +325,11 @@ func (r *driverRing) offer(head int) {
 	r.availIdx++
 	atomic.StoreUint32(word(r.avail, 0), uint32(r.availIdx)<<16)
 	event := uint16(atomic.LoadUint32(word(r.used, 4+8*ringSize)))
-	if r.availIdx-event-1 < 1 {
+	wanted := r.availIdx-event-1 < 1
+	if r.plain {
+		wanted = atomic.LoadUint32(word(r.used, 0))&usedNoNotify == 0
+	}
+	if wanted {
 		r.ring()
 	}
 }
@@ -390,12 +407,17 @@ func (g *driver) transmit(h header, payload []byte) bool {
 	h.encode((*[headerSize]byte)(b))
 	n := copy(b[headerSize:], payload)
 	at := g.guestAddress(b)
+	table, entry := &g.tx, 2*slot
+	if g.indirect {
+		table, entry = &driverRing{desc: b[tableOffset:]}, 0
+		g.tx.put(2*slot, descriptor{addr: at + tableOffset, size: 2 * descriptorSize, flags: descriptorTable})
+	}
 	first := descriptor{addr: at, size: headerSize}
 	if n > 0 {
-		first.flags, first.next = descriptorNext, uint16(2*slot+1)
-		g.tx.put(2*slot+1, descriptor{addr: at + headerSize, size: uint32(n)})
+		first.flags, first.next = descriptorNext, uint16(entry+1)
+		table.put(entry+1, descriptor{addr: at + headerSize, size: uint32(n)})
 	}
-	g.tx.put(2*slot, first)
+	table.put(entry, first)
 	g.tx.offer(2 * slot)
 	return true
 }

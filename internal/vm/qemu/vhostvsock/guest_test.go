@@ -32,7 +32,13 @@ type guest struct {
 // startGuest starts a device and a guest that uses it.
 func startGuest(t testing.TB) (*Device, *guest) {
 	t.Helper()
-	d, driver := startDriver(t)
+	return startGuestWith(t, features)
+}
+
+// startGuestWith is startGuest with some of the features only.
+func startGuestWith(t testing.TB, some uint64) (*Device, *guest) {
+	t.Helper()
+	d, driver := startDriverWith(t, some)
 	g := &guest{
 		driver: driver, done: make(chan struct{}), nextPort: 1000,
 		sockets: make(map[connKey]*guestSocket), listening: make(map[uint32]chan *guestSocket),
