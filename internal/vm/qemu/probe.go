@@ -16,8 +16,9 @@ import (
 	"github.com/capsem/capsem/internal/vm"
 )
 
-// ProbeLimit is how long Probe tries a guest under KVM.
-const ProbeLimit = 3 * time.Second
+// ProbeLimit is how long Probe tries a guest under KVM: with everything around
+// it, the answer is there in 3 s.
+const ProbeLimit = 2800 * time.Millisecond
 
 // booted is what a kernel prints that has come to its end of booting and has no
 // root file system. Everything that an accelerator could get wrong lies before.

@@ -261,6 +261,16 @@ func TestProbeRecognisesAnAcceleratorThatWorks(t *testing.T) {
 	}
 }
 
+func TestProbeGivesUpOnAGuestThatDoesNotBoot(t *testing.T) {
+	c := realConfig(t)
+	kernel := vmtest.Kernel(t)
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond) // too short for any guest
+	defer cancel()
+	if err := tryBoot(ctx, c, kernel); err == nil || !strings.Contains(err.Error(), "within") {
+		t.Errorf("got %v, want that it took too long", err)
+	}
+}
+
 func BenchmarkMachine(b *testing.B) {
 	backend := realBackend(b)
 	kernel, initrd := vmtest.Image(b)
