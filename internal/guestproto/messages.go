@@ -124,7 +124,7 @@ type Exec struct {
 }
 
 // ReadFile asks for a regular file's bytes: the guest answers Info, then Data,
-// then EOF.
+// then EOF, then Info again with the SHA256 of what it sent.
 type ReadFile struct {
 	Path   []byte `msgpack:"path"`
 	Offset int64  `msgpack:"offset"`
@@ -218,7 +218,7 @@ type FileInfo struct {
 	GID     uint32 `msgpack:"gid"`
 	// Target is a symlink's content.
 	Target []byte `msgpack:"target"`
-	// SHA256 of the bytes that were moved, where a file was read or written
-	// whole.
+	// SHA256 of the bytes that were moved by this request, in the Info that ends
+	// it.
 	SHA256 []byte `msgpack:"sha256"`
 }
