@@ -22,9 +22,9 @@ const (
 	typeSSE  = "text/event-stream"
 )
 
-// do makes one request with everything that the server and the session want in
-// its headers. What it returns as an error names neither address nor headers.
-func (t *httpTransport) do(ctx context.Context, method string, body []byte, lastEvent string) (*http.Response, error) {
+// do makes one request in the session that as names, with everything that the
+// server wants in its headers. What it returns as an error names neither address nor headers.
+func (t *httpTransport) do(ctx context.Context, as identity, method string, body []byte, lastEvent string) (*http.Response, error) {
 	var reader io.Reader
 	if body != nil {
 		reader = bytes.NewReader(body)
@@ -43,9 +43,8 @@ func (t *httpTransport) do(ctx context.Context, method string, body []byte, last
 	case http.MethodGet:
 		req.Header.Set("Accept", typeSSE)
 	}
-	sessionID, version := t.state()
 	for name, value := range map[string]string{
-		"Mcp-Session-Id": sessionID, "MCP-Protocol-Version": version, "Last-Event-ID": lastEvent,
+		"Mcp-Session-Id": as.sessionID, "MCP-Protocol-Version": as.version, "Last-Event-ID": lastEvent,
 	} {
 		if value != "" {
 			req.Header.Set(name, value)
@@ -71,16 +70,16 @@ func discard(resp *http.Response) {
 
 // post sends a message, in a new session if the server has forgotten the old one.
 func (t *httpTransport) post(ctx context.Context, message []byte) (*http.Response, error) {
-	sessionID, _ := t.state()
-	resp, err := t.do(ctx, http.MethodPost, message, "")
-	if err != nil || resp.StatusCode != http.StatusNotFound || sessionID == "" {
+	as := t.identity()
+	resp, err := t.do(ctx, as, http.MethodPost, message, "")
+	if err != nil || resp.StatusCode != http.StatusNotFound || as.sessionID == "" {
 		return resp, err
 	}
 	discard(resp)
-	if err := t.renew(ctx, sessionID); err != nil {
+	if err := t.renew(ctx, as); err != nil {
 		return nil, fmt.Errorf("its session has expired and cannot be renewed: %w", err)
 	}
-	return t.do(ctx, http.MethodPost, message, "")
+	return t.do(ctx, t.identity(), http.MethodPost, message, "")
 }
 
 // tell sends a message that has no answer.
@@ -89,6 +88,11 @@ func (t *httpTransport) tell(ctx context.Context, message []byte) error {
 	if err != nil {
 		return err
 	}
+	return accepted(resp)
+}
+
+// accepted ends a response that should have no content.
+func accepted(resp *http.Response) error {
 	discard(resp)
 	if resp.StatusCode/100 != 2 {
 		return statusError(resp.StatusCode)
@@ -255,7 +259,7 @@ func (t *httpTransport) stream(ctx context.Context, id uint64, resp *http.Respon
 
 // open asks for a stream of the server's messages, from after lastEvent on.
 func (t *httpTransport) open(ctx context.Context, lastEvent string) (*http.Response, error) {
-	resp, err := t.do(ctx, http.MethodGet, nil, lastEvent)
+	resp, err := t.do(ctx, t.identity(), http.MethodGet, nil, lastEvent)
 	if err != nil {
 		return nil, err
 	}

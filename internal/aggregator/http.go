@@ -59,6 +59,11 @@ type httpTransport struct {
 	running   map[uint64]context.CancelFunc // tasks by number
 	calls     map[uint64]uint64             // tasks by the call that they make
 	listening bool
+	as        identity
+}
+
+// identity is what a request says of the session that it belongs to.
+type identity struct {
 	sessionID string // Mcp-Session-Id, "" for none
 	version   string // MCP-Protocol-Version, "" before initialize is answered
 }
@@ -102,7 +107,7 @@ func (t *httpTransport) start(context.Context) error { return nil }
 
 func (t *httpTransport) opened(ctx context.Context, version string, initialized []byte) error {
 	t.mu.Lock()
-	t.version = version
+	t.as.version = version
 	t.mu.Unlock()
 	if err := t.tell(ctx, initialized); err != nil {
 		return fmt.Errorf("sending notifications/initialized: %w", err)
@@ -173,46 +178,52 @@ func (t *httpTransport) close() {
 
 	ctx, cancel := context.WithTimeout(context.Background(), goodbye)
 	defer cancel()
-	if id, _ := t.state(); id != "" {
+	if as := t.identity(); as.sessionID != "" {
 		// A courtesy: the server may not support it, and may be gone.
-		if resp, err := t.do(ctx, http.MethodDelete, nil, ""); err == nil {
+		if resp, err := t.do(ctx, as, http.MethodDelete, nil, ""); err == nil {
 			discard(resp)
 		}
 	}
 	t.client.CloseIdleConnections()
 }
 
-// state returns the session's id and protocol version.
-func (t *httpTransport) state() (sessionID, version string) {
+func (t *httpTransport) identity() identity {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.sessionID, t.version
+	return t.as
 }
 
-// adopt takes the session id of an answer to initialize.
+// adopt takes the session id of the first answer to initialize.
 func (t *httpTransport) adopt(resp *http.Response) error {
-	id := resp.Header.Get("Mcp-Session-Id")
-	if len(id) > maxSessionID {
-		return fmt.Errorf("its session id has %d bytes, limit %d", len(id), maxSessionID)
+	id, err := sessionID(resp)
+	if err != nil {
+		return err
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.sessionID = id
+	t.as.sessionID = id
 	return nil
 }
 
-// renew replaces the session that a request was made in and that the server does
-// not know any more. Of several requests that find out, one does it.
-func (t *httpTransport) renew(ctx context.Context, expired string) error {
+// sessionID returns the session id of an answer to initialize, "" for none.
+func sessionID(resp *http.Response) (string, error) {
+	id := resp.Header.Get("Mcp-Session-Id")
+	if len(id) > maxSessionID {
+		return "", fmt.Errorf("its session id has %d bytes, limit %d", len(id), maxSessionID)
+	}
+	return id, nil
+}
+
+// renew replaces the session that the server does not know any more. Of several
+// requests that find out, one does it, and nothing is sent in the new session
+// before it is open.
+func (t *httpTransport) renew(ctx context.Context, expired identity) error {
 	t.renewing.Lock()
 	defer t.renewing.Unlock()
-	if id, _ := t.state(); id != expired {
+	if t.identity() != expired {
 		return nil
 	}
-	t.mu.Lock()
-	t.sessionID, t.version = "", ""
-	t.mu.Unlock()
-	resp, err := t.do(ctx, http.MethodPost, initializeRequest(), "")
+	resp, err := t.do(ctx, identity{}, http.MethodPost, initializeRequest(), "")
 	if err != nil {
 		return err
 	}
@@ -220,12 +231,22 @@ func (t *httpTransport) renew(ctx context.Context, expired string) error {
 	if err != nil {
 		return err
 	}
-	_, version, err := initializeResult(answer)
-	if err != nil {
+	var fresh identity
+	if _, fresh.version, err = initializeResult(answer); err != nil {
 		return err
 	}
-	if err := t.adopt(resp); err != nil {
+	if fresh.sessionID, err = sessionID(resp); err != nil {
 		return err
 	}
-	return t.opened(ctx, version, initializedNotification())
+	if resp, err = t.do(ctx, fresh, http.MethodPost, initializedNotification(), ""); err != nil {
+		return err
+	}
+	if err := accepted(resp); err != nil {
+		return err
+	}
+	t.mu.Lock()
+	t.as = fresh
+	t.mu.Unlock()
+	t.listen()
+	return nil
 }

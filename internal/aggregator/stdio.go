@@ -45,8 +45,9 @@ type stdio struct {
 
 	proc                  *child.Process
 	stdin, stdout, stderr *os.File
+	sending               sync.Mutex // held while a message is sent or queued
 	queue                 chan []byte
-	queued                atomic.Int64 // bytes in queue and in the write
+	queued                atomic.Int64 // bytes in queue and in its writer's write
 	closing               chan struct{}
 	closed                sync.Once
 	tasks                 sync.WaitGroup
@@ -55,6 +56,7 @@ type stdio struct {
 	mu       sync.Mutex
 	lastLine string // of stderr, cut
 	fault    error  // why the server was given up
+	exited   bool   // by itself: its status says more than its stdin
 }
 
 func newStdio(server toolproto.Server, s *session) *stdio {
@@ -84,7 +86,7 @@ func (t *stdio) start(ctx context.Context) error {
 		return err
 	}
 	t.stdin, t.stdout, t.stderr = pipes.ours[0], pipes.ours[1], pipes.ours[2]
-	t.tasks.Go(t.write)
+	t.tasks.Go(t.writeQueue)
 	t.tasks.Go(t.read)
 	t.tasks.Go(t.drain)
 	t.tasks.Go(t.watch)
@@ -137,18 +139,27 @@ func (t *stdio) abandon(uint64) {}
 
 func (t *stdio) request(_ uint64, message []byte) *toolproto.Error { return t.notify(message) }
 
+// notify passes on a message, at once where that cannot block, else by way of the
+// queue. Messages keep their order.
 func (t *stdio) notify(message []byte) *toolproto.Error {
 	line := append(jsonrpc.Line(message), '\n')
 	size := int64(len(line))
-	if t.queued.Add(size) > maxQueued {
-		t.queued.Add(-size)
+	t.sending.Lock()
+	defer t.sending.Unlock()
+	if size <= child.PipeRoom && t.queued.Load() == 0 && child.HasRoom(t.stdin) {
+		// The queue is empty, and nobody can fill it or the pipe while sending
+		// is held.
+		t.write(line)
+		return nil
+	}
+	if t.queued.Load()+size > maxQueued {
 		return t.stuck()
 	}
 	select {
 	case t.queue <- line:
+		t.queued.Add(size)
 		return nil
 	default:
-		t.queued.Add(-size)
 		return t.stuck()
 	}
 }
@@ -157,22 +168,24 @@ func (t *stdio) stuck() *toolproto.Error {
 	return &toolproto.Error{Code: jsonrpc.CodeTransport, Message: "server " + t.server.Name + " does not read its input"}
 }
 
-// write is the only writer of the server's stdin.
-func (t *stdio) write() {
+// writeQueue writes what is queued, until the connection is closed.
+func (t *stdio) writeQueue() {
 	for {
 		select {
 		case line := <-t.queue:
-			_, err := t.stdin.Write(line)
+			t.write(line)
 			t.queued.Add(-int64(len(line)))
-			if err != nil {
-				// The server has closed its stdin, most likely by ending: its
-				// status says more. If it lives on, it will never be asked again.
-				t.giveUp(errInputClosed)
-				return
-			}
 		case <-t.closing:
 			return
 		}
+	}
+}
+
+func (t *stdio) write(line []byte) {
+	if _, err := t.stdin.Write(line); err != nil {
+		// The server has closed its stdin, most likely by ending: its status says
+		// more. If it lives on, it will never be asked again.
+		t.giveUp(errInputClosed)
 	}
 }
 
@@ -285,7 +298,7 @@ func (t *stdio) watch() {
 	}
 	select {
 	case <-t.proc.Done():
-		t.forgive()
+		t.exitedItself()
 	default:
 	}
 	if err := t.proc.Stop(context.Background()); err != nil {
@@ -302,13 +315,11 @@ func (t *stdio) watch() {
 	t.session.gone(t.reason())
 }
 
-// forgive drops a fault that the server's own end explains better.
-func (t *stdio) forgive() {
+// exitedItself notes that the server has ended without being stopped.
+func (t *stdio) exitedItself() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if errors.Is(t.fault, errInputClosed) {
-		t.fault = nil
-	}
+	t.exited = true
 }
 
 func (t *stdio) await(limit time.Duration) {
@@ -328,7 +339,7 @@ func (t *stdio) reason() error {
 	var exit *child.ExitError
 	text := "exit status 0"
 	switch {
-	case t.fault != nil:
+	case t.fault != nil && !(t.exited && errors.Is(t.fault, errInputClosed)):
 		text = t.fault.Error()
 	case errors.As(err, &exit):
 		text = exit.Reason()

@@ -11,6 +11,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/capsem/capsem/internal/child"
 	"github.com/capsem/capsem/internal/event"
 	"github.com/capsem/capsem/internal/jsonrpc"
 	"github.com/capsem/capsem/internal/toolproto"
@@ -58,10 +59,14 @@ type life struct {
 	tokens   float64
 	filled   time.Time
 
+	// writing is held while a message is written. Who holds both locks has taken
+	// mu first.
+	writing sync.Mutex
+
 	mu     sync.Mutex
 	calls  map[uint64]*call
 	bytes  int // of params of calls
-	queued int // bytes in queue
+	queued int // bytes in queue and in the write
 }
 
 // newLife starts the goroutines that speak with a process that has been started.
@@ -80,7 +85,7 @@ func (u *Upstream) newLife(ctx context.Context, process Process, files [3]*os.Fi
 		l.endErr = process.Wait()
 		close(l.ended)
 	})
-	l.tasks.Go(l.write)
+	l.tasks.Go(l.writeQueue)
 	l.tasks.Go(func() { l.read(ctx) })
 	l.tasks.Go(func() { drainLog(l.stderr, u.opts.Log, u.Name()) })
 	return l
@@ -141,13 +146,24 @@ func (l *life) end() {
 	l.tasks.Wait()
 }
 
-// send queues a message of about size bytes. It never blocks.
+// send passes on a message of about size bytes, at once where that cannot block,
+// else by way of the queue. Messages keep their order.
 func (l *life) send(m *toolproto.Message, size int) *event.Error {
 	if size > toolproto.MaxPayload {
 		return l.u.failure(jsonrpc.CodeTransport, "a message of %d bytes for server %s is over the limit of %d", size, l.u.Name(), toolproto.MaxPayload)
 	}
 	size += overhead
 	l.mu.Lock()
+	if l.queued == 0 && size <= child.PipeRoom-overhead && l.writing.TryLock() {
+		if child.HasRoom(l.stdin) {
+			l.queued += size // whoever comes now goes behind this one
+			l.mu.Unlock()
+			l.write(m, size)
+			l.writing.Unlock()
+			return nil
+		}
+		l.writing.Unlock()
+	}
 	defer l.mu.Unlock()
 	if l.queued+size > MaxQueued {
 		return l.u.failure(jsonrpc.CodeTimeout, "server %s is busy: %d bytes wait for it", l.u.Name(), l.queued)
@@ -176,32 +192,38 @@ func size(m *toolproto.Message) int {
 	return overhead
 }
 
-// write is the only writer to the process.
-func (l *life) write() {
+// writeQueue writes what is queued, until the life ends.
+func (l *life) writeQueue() {
 	for {
 		select {
 		case m := <-l.queue:
-			err := l.stdin.SetWriteDeadline(time.Now().Add(stallWait))
-			if err == nil {
-				err = l.conn.Write(m)
-			}
-			l.mu.Lock()
-			l.queued -= size(m)
-			l.mu.Unlock()
-			switch {
-			case err == nil:
-			case errors.Is(err, os.ErrDeadlineExceeded):
-				l.fail(&protocolError{fmt.Sprintf("it has not read its input for %s", stallWait)})
-				return
-			case errors.Is(err, syscall.EPIPE):
-				return // the reader learns why
-			default:
-				l.fail(fmt.Errorf("its process cannot be told anything: %w", err))
-				return
-			}
+			l.writing.Lock()
+			l.write(m, size(m))
+			l.writing.Unlock()
 		case <-l.failed:
 			return
 		}
+	}
+}
+
+// write writes one message, for which send has counted size bytes. The caller
+// holds writing.
+func (l *life) write(m *toolproto.Message, size int) {
+	err := l.stdin.SetWriteDeadline(time.Now().Add(stallWait))
+	if err == nil {
+		err = l.conn.Write(m)
+	}
+	l.mu.Lock()
+	l.queued -= size
+	l.mu.Unlock()
+	switch {
+	case err == nil:
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		l.fail(&protocolError{fmt.Sprintf("it has not read its input for %s", stallWait)})
+	case errors.Is(err, syscall.EPIPE):
+		// The reader learns why.
+	default:
+		l.fail(fmt.Errorf("its process cannot be told anything: %w", err))
 	}
 }
 
