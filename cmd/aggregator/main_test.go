@@ -354,3 +354,29 @@ func BenchmarkCallsThroughAggregatorInParallel(b *testing.B) {
 		}
 	})
 }
+
+// BenchmarkRealServer compares a call of server-everything with and without the
+// chain in front of it.
+func BenchmarkRealServer(b *testing.B) {
+	command := everything(b)
+	const params = `{"name":"echo","arguments":{"message":"hello, world"}}`
+	path := "/usr/local/bin:/usr/bin:/bin"
+	b.Run("direct", func(b *testing.B) {
+		d := newDirect(b, child.Command{Path: command[0], Args: command[1:], Env: []string{"PATH=" + path}})
+		for b.Loop() {
+			d.call("tools/call", params)
+		}
+	})
+	b.Run("aggregator", func(b *testing.B) {
+		env := []toolproto.EnvVar{{Name: "PATH", Value: []byte(path)}}
+		_, u := start(b, toolproto.Server{Command: command[0], Args: command[1:], Env: env})
+		if err := u.WaitReady(b.Context()); err != nil {
+			b.Fatal(err)
+		}
+		for b.Loop() {
+			if _, err := u.Call(b.Context(), "tools/call", []byte(params), time.Minute); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}
