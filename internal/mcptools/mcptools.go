@@ -65,7 +65,6 @@ func tools() []tool {
 func New(o Options) *mcp.Server {
 	s := mcp.NewServer(&mcp.Implementation{Name: "capsem", Title: "Capsem", Version: o.Version}, &mcp.ServerOptions{
 		Instructions: instructions,
-		Logger:       o.Log,
 		Capabilities: &mcp.ServerCapabilities{Tools: &mcp.ToolCapabilities{}},
 	})
 	d := &desk{Options: o, slots: make(chan struct{}, maxCalls)}

@@ -36,10 +36,11 @@ type stdio struct {
 	out io.Writer
 }
 
-// Connect implements mcp.Transport.
-func (s *stdio) Connect(context.Context) (mcp.Connection, error) {
+// Connect implements mcp.Transport. The connection breaks when ctx ends: the SDK
+// closes one in good order, and would wait for commands that run.
+func (s *stdio) Connect(ctx context.Context) (mcp.Connection, error) {
 	c := &lines{
-		out: s.out, incoming: make(chan incoming), closed: make(chan struct{}),
+		out: s.out, incoming: make(chan incoming), closed: make(chan struct{}), broken: ctx.Done(),
 		pending: make(map[jsonrpc.ID]bool), idle: make(chan struct{}, 1),
 	}
 	// A read of stdin cannot be called off: the reader ends with its input, or
@@ -59,6 +60,8 @@ type lines struct {
 	incoming  chan incoming
 	closed    chan struct{}
 	closeOnce sync.Once
+	// broken is closed when the server is to end.
+	broken <-chan struct{}
 	// idle has an element after pending has become empty.
 	idle chan struct{}
 
@@ -203,6 +206,8 @@ func (c *lines) Read(ctx context.Context) (jsonrpc.Message, error) {
 		return in.message, in.err
 	case <-c.closed:
 		return nil, io.EOF
+	case <-c.broken:
+		return nil, context.Canceled
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
@@ -223,6 +228,8 @@ func (c *lines) drain(ctx context.Context) {
 		case <-over.C:
 			return
 		case <-c.closed:
+			return
+		case <-c.broken:
 			return
 		case <-ctx.Done():
 			return

@@ -2,6 +2,7 @@ package mcptools_test
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"io"
 	"net/http"
@@ -113,6 +114,35 @@ func TestAMessageOverTheBoundIsAnsweredAndEndsNothing(t *testing.T) {
 			if served := len(far.requests); served != 0 && test.what != "result" {
 				t.Errorf("%d requests were made", served)
 			}
+		})
+	}
+}
+
+// Whoever ends the server ends what it runs, also where the client has closed
+// already and the server only waits for answers.
+func TestTheServerEndsWhileACommandRuns(t *testing.T) {
+	for name, closes := range map[string]bool{"the client is there": false, "the client has closed": true} {
+		t.Run(name, func(t *testing.T) {
+			arrived, ended := make(chan struct{}), make(chan struct{})
+			_, o := newService(t, func(_ http.ResponseWriter, r *http.Request) {
+				close(arrived)
+				<-r.Context().Done()
+				close(ended)
+			})
+			in, feed := io.Pipe()
+			ctx, stop := context.WithCancel(t.Context())
+			served := make(chan error, 1)
+			go func() { served <- mcptools.Serve(ctx, o, in, io.Discard) }()
+			io.WriteString(feed, hello+`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"capsem_exec","arguments":{"id":"box","command":"sleep 1000"}}}`+"\n")
+			if closes {
+				feed.Close()
+			}
+			<-arrived
+			stop()
+			if err := <-served; err != nil {
+				t.Error(err)
+			}
+			<-ended
 		})
 	}
 }
