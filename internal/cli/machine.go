@@ -1,11 +1,13 @@
 package cli
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -92,17 +94,18 @@ func doctorText(w io.Writer, report api.DoctorReport) error {
 	return nil
 }
 
-// runningService returns a client of the service without starting one.
-func (a *app) runningService() (*client.Client, error) {
+// runningService returns a client of the service without starting one, and the
+// home that it serves.
+func (a *app) runningService() (*client.Client, config.Home, error) {
 	home, err := config.OpenHome(a.Env)
 	if err != nil {
-		return nil, err
+		return nil, home, err
 	}
 	socket, err := home.ServiceSocket()
 	if err != nil {
-		return nil, err
+		return nil, home, err
 	}
-	return client.New(socket), nil
+	return client.New(socket), home, nil
 }
 
 func (a *app) serviceCommand() *cobra.Command {
@@ -118,25 +121,11 @@ on when it stops, and the next service finds them.`,
 		},
 	}, &cobra.Command{
 		Use: "stop", Short: "Stop the service; VMs go on", Args: exactly(0),
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			c, err := a.runningService()
-			if err != nil {
-				return err
-			}
-			defer c.Close()
-			err = c.Do(cmd.Context(), http.MethodPost, "/v1/shutdown", nil, nil)
-			switch {
-			case errors.Is(err, client.ErrNotRunning):
-				return a.show(struct{}{}, line("the service is not running"))
-			case err != nil:
-				return err
-			}
-			return a.show(struct{}{}, line("stopped"))
-		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return a.stopService(cmd.Context()) },
 	}, &cobra.Command{
 		Use: "status", Short: "Say whether the service runs; exits 1 if not", Args: exactly(0),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			c, err := a.runningService()
+			c, _, err := a.runningService()
 			if err != nil {
 				return err
 			}
@@ -145,6 +134,33 @@ on when it stops, and the next service finds them.`,
 		},
 	})
 	return cmd
+}
+
+// stopTime is how long a service gets to end; it gives requests that are under
+// way some seconds of it.
+const stopTime = 30 * time.Second
+
+// stopService returns when the service has ended, so that what follows can start
+// another one or remove its files.
+func (a *app) stopService(ctx context.Context) error {
+	c, home, err := a.runningService()
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	err = c.Do(ctx, http.MethodPost, "/v1/shutdown", nil, nil)
+	switch {
+	case errors.Is(err, client.ErrNotRunning):
+		return a.show(struct{}{}, line("the service is not running"))
+	case err != nil:
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, stopTime)
+	defer cancel()
+	if err := client.AwaitEnd(ctx, home); err != nil {
+		return err
+	}
+	return a.show(struct{}{}, line("stopped"))
 }
 
 func (a *app) serviceInfo(cmd *cobra.Command, c *client.Client) error {

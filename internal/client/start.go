@@ -117,6 +117,29 @@ func (s Starter) start(ctx context.Context) (err error) {
 	return cmd.Process.Release()
 }
 
+// AwaitEnd blocks until no service serves the home any more: one that was told
+// to stop has then closed its files, and another can start.
+func AwaitEnd(ctx context.Context, home config.Home) error {
+	lock, err := os.OpenFile(home.ServiceLock(), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return fmt.Errorf("waiting for the service's end: %w", err)
+	}
+	free := make(chan error, 1)
+	go func() {
+		// The lock goes with the file, also where nobody waits for it any more.
+		free <- errors.Join(unix.Flock(int(lock.Fd()), unix.LOCK_EX), lock.Close())
+	}()
+	select {
+	case err = <-free:
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("waiting for the service's end: %w", err)
+	}
+	return nil
+}
+
 // lastLine is the last thing that the service wrote to its log.
 func lastLine(log *os.File, from int64, otherwise error) string {
 	b, err := io.ReadAll(io.NewSectionReader(log, from, maxError))
