@@ -240,19 +240,8 @@ func (h *home) shutDown() {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*endLimit)
 	defer cancel()
 	for _, args := range [][]string{{"purge", "--all", "--yes"}, {"service", "stop"}} {
-		service, _, findErr := h.find("service", "")
 		if out, err := h.command(ctx, "capsem", args...).CombinedOutput(); err != nil {
 			h.t.Errorf("capsem %q: %v\n%s", args, err, out)
-		}
-		if args[0] != "service" || findErr != nil {
-			continue
-		}
-		held, err := watch([]process{service})
-		if err != nil {
-			h.t.Error(err)
-		}
-		if alive, err := awaitEnd(held, endLimit); err != nil || len(alive) > 0 {
-			h.t.Errorf("the service did not end: %v, %v", alive, err)
 		}
 	}
 }

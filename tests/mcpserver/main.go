@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 )
@@ -172,6 +173,10 @@ func (s *server) callTool(m message) {
 	}
 }
 
+// own are parts of the names of what this program opens itself: the folder that it
+// reads, and the files of Go's runtime.
+var own = []string{"/fd", "eventpoll", "eventfd", "/sys/fs/cgroup/"}
+
 // openFiles lists what this process has open.
 func openFiles() string {
 	dir, err := os.Open("/proc/self/fd")
@@ -185,8 +190,7 @@ func openFiles() string {
 	var list []string
 	for _, fd := range names {
 		target, err := os.Readlink("/proc/self/fd/" + fd)
-		// The folder itself and the runtime's poller are this program's own.
-		if err == nil && !strings.Contains(target, "eventpoll") && !strings.Contains(target, "eventfd") && !strings.Contains(target, "/fd") {
+		if err == nil && !slices.ContainsFunc(own, func(s string) bool { return strings.Contains(target, s) }) {
 			list = append(list, fd+" "+target)
 		}
 	}
