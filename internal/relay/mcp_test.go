@@ -264,13 +264,16 @@ func TestAtTheEndOfInputTheAnswersUnderWayAreWritten(t *testing.T) {
 	// A request of the host can have no answer any more, and gets one at once.
 	h.say(guestproto.FirstHostStream, `{"jsonrpc":"2.0","id":"q","method":"roots/list"}`)
 	if f := h.hear(); f.Stream != guestproto.FirstHostStream || !strings.Contains(string(f.Payload), "-32001") {
-		t.Logf("the client was asked before its input ended: %+v %s", f, f.Payload)
+		t.Errorf("got %+v %s", f, f.Payload)
 	}
 	h.say(2, `{"id":2,"result":{}}`)
 	h.say(1, `{"id":1,"result":{}}`)
 	var got []string
-	for range 2 {
-		got = append(got, c.hear())
+	for len(got) < 2 {
+		// The client may have been asked just before its end was noticed.
+		if line := c.hear(); !strings.Contains(line, "roots/list") {
+			got = append(got, line)
+		}
 	}
 	if want := []string{`{"id":2,"result":{}}`, `{"id":1,"result":{}}`}; !slices.Equal(got, want) {
 		t.Errorf("got %q", got)
