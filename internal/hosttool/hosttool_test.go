@@ -5,7 +5,6 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -14,7 +13,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/capsem/capsem/internal/api"
-	"github.com/capsem/capsem/internal/client"
 	"github.com/capsem/capsem/internal/event"
 	"github.com/capsem/capsem/internal/gate"
 	"github.com/capsem/capsem/internal/hosttool"
@@ -58,30 +56,83 @@ func (t *tape) End(_ context.Context, _ gate.Receipt, out event.Outcome, _ event
 }
 
 // serve puts next behind the real gate with judge j, on a socket, and returns a
-// client of it.
-func serve(t *testing.T, j judge, next http.HandlerFunc) (*client.Client, *tape) {
+// caller of it.
+func serve(t *testing.T, j judge, next http.HandlerFunc) (*caller, *tape) {
 	t.Helper()
 	rec := &tape{}
 	who := func(r *http.Request) inspect.Caller {
 		return inspect.Caller{Initiator: event.Initiator{Kind: event.HostAgent, ID: r.Header.Get(api.HeaderClient)}}
 	}
-	socket := t.TempDir() + "/s"
-	l, err := net.Listen("unix", socket)
-	if err != nil {
-		t.Fatal(err)
-	}
-	srv := httptest.NewUnstartedServer(hosttool.Record(gate.New(j, rec), who, next))
-	srv.Listener.Close()
-	srv.Listener = l
-	srv.Start()
+	srv := httptest.NewServer(hosttool.Record(gate.New(j, rec), who, next))
 	t.Cleanup(srv.Close)
-	c := client.New(socket)
-	t.Cleanup(c.Close)
-	return c, rec
+	return &caller{url: srv.URL}, rec
 }
 
-func asTool(c *client.Client, arguments string) *client.Client {
-	return c.For(client.ToolCall{Name: "capsem_exec", ID: "7", Arguments: json.RawMessage(arguments), Client: "editor/1"})
+// caller makes requests as capsem-mcp does, with the headers of a call or without.
+type caller struct {
+	url    string
+	header http.Header
+}
+
+func asTool(c *caller, arguments string) *caller {
+	return &caller{url: c.url, header: http.Header{
+		api.HeaderTool: {"capsem_exec"}, api.HeaderToolCall: {"7"}, api.HeaderClient: {"editor/1"},
+		api.HeaderToolArguments: {base64.StdEncoding.EncodeToString([]byte(arguments))},
+	}}
+}
+
+// send makes a request; an answer that is a failure is the error.
+func (c *caller) send(ctx context.Context, method, path string) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, method, c.url+path, nil)
+	if err != nil {
+		return nil, err
+	}
+	if c.header != nil {
+		req.Header = c.header
+	}
+	resp, err := http.DefaultTransport.RoundTrip(req)
+	if err != nil || resp.StatusCode < http.StatusBadRequest {
+		return resp, err
+	}
+	defer resp.Body.Close()
+	var failed api.ErrorBody
+	if err := json.NewDecoder(resp.Body).Decode(&failed); err != nil {
+		return nil, err
+	}
+	return nil, failed.Error
+}
+
+// do decodes the answer into out.
+func (c *caller) do(ctx context.Context, method, path string, out any) error {
+	resp, err := c.send(ctx, method, path)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	return json.NewDecoder(resp.Body).Decode(out)
+}
+
+// follow reads a stream of progress.
+func (c *caller) follow(ctx context.Context, step func(string), out any) error {
+	resp, err := c.send(ctx, http.MethodPost, "/v1/vms")
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	for lines := json.NewDecoder(resp.Body); ; {
+		var p api.Progress
+		if err := lines.Decode(&p); err != nil {
+			return err
+		}
+		switch {
+		case p.Error != nil:
+			return p.Error
+		case p.Step != "":
+			step(p.Step)
+		default:
+			return json.Unmarshal(p.Result, out)
+		}
+	}
 }
 
 func apiError(t *testing.T, err error) *api.Error {
@@ -95,7 +146,7 @@ func apiError(t *testing.T, err error) *api.Error {
 func TestACallIsRecordedAsTheClientMadeIt(t *testing.T) {
 	c, rec := serve(t, allow, func(w http.ResponseWriter, _ *http.Request) { api.WriteJSON(w, http.StatusOK, api.ServiceInfo{PID: 3}) })
 	var got api.ServiceInfo
-	if err := asTool(c, `{"id":"box","argv":["ls"]}`).Do(t.Context(), "POST", "/v1/exec", nil, &got); err != nil {
+	if err := asTool(c, `{"id":"box","argv":["ls"]}`).do(t.Context(), "POST", "/v1/exec", &got); err != nil {
 		t.Fatal(err)
 	}
 	if got.PID != 3 {
@@ -118,7 +169,7 @@ func TestACallIsRecordedAsTheClientMadeIt(t *testing.T) {
 
 func TestARequestThatIsNoToolCallPassesAsItIs(t *testing.T) {
 	c, rec := serve(t, blockIn(event.Request), func(w http.ResponseWriter, _ *http.Request) { api.WriteJSON(w, http.StatusOK, api.VMList{}) })
-	if err := c.Do(t.Context(), "GET", "/v1/vms", nil, nil); err != nil {
+	if err := c.do(t.Context(), "GET", "/v1/vms", &struct{}{}); err != nil {
 		t.Error(err)
 	}
 	if len(rec.began) != 0 {
@@ -128,7 +179,7 @@ func TestARequestThatIsNoToolCallPassesAsItIs(t *testing.T) {
 
 func TestABlockedCallIsNotServedAndNamesItsRule(t *testing.T) {
 	c, rec := serve(t, blockIn(event.Request), func(http.ResponseWriter, *http.Request) { t.Error("the request was served") })
-	e := apiError(t, asTool(c, `{}`).Do(t.Context(), "POST", "/v1/exec", nil, nil))
+	e := apiError(t, asTool(c, `{}`).do(t.Context(), "POST", "/v1/exec", &struct{}{}))
 	if e.Code != api.CodeBlocked || e.Rule != "profile/no_evil" || !strings.Contains(e.Message, "evil") {
 		t.Errorf("got %+v", e)
 	}
@@ -207,7 +258,7 @@ func TestStepsAreSentAtOnceAndTheResultWhenItIsJudged(t *testing.T) {
 		}
 	}
 	var got api.ServiceInfo
-	if err := asTool(c, `{}`).Follow(t.Context(), "POST", "/v1/vms", nil, step, &got); err != nil {
+	if err := asTool(c, `{}`).follow(t.Context(), step, &got); err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff([]string{"booting", "waiting for the guest"}, steps); diff != "" || got.PID != 4 {
@@ -246,7 +297,7 @@ func TestRulesSeeTheTextThatAnAgentGets(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, _ := serve(t, secret, next)
-			e := apiError(t, asTool(c, `{}`).Follow(t.Context(), "POST", "/v1/x", nil, func(string) {}, nil))
+			e := apiError(t, asTool(c, `{}`).follow(t.Context(), func(string) {}, &struct{}{}))
 			if e.Code != api.CodeBlocked || e.Rule != "no_secret" {
 				t.Errorf("got %+v", e)
 			}
@@ -270,7 +321,7 @@ func TestAFailureIsRecordedAsOneWhateverFormItHas(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, rec := serve(t, allow, next)
-			e := apiError(t, asTool(c, `{}`).Follow(t.Context(), "POST", "/v1/vms", nil, func(string) {}, nil))
+			e := apiError(t, asTool(c, `{}`).follow(t.Context(), func(string) {}, &struct{}{}))
 			if diff := cmp.Diff(taken, e); diff != "" {
 				t.Error(diff)
 			}
@@ -284,29 +335,31 @@ func TestAFailureIsRecordedAsOneWhateverFormItHas(t *testing.T) {
 func TestAnAnswerOverTheBoundIsRefusedAndOneAtItIsNot(t *testing.T) {
 	for _, over := range []int{-1, 0, 1} {
 		c, rec := serve(t, allow, func(w http.ResponseWriter, _ *http.Request) {
-			w.Header().Set(api.HeaderFile, `{"path":"/f","size":1}`)
 			part := make([]byte, 1<<20)
-			left := api.MaxBody + over
-			for left > 0 {
+			for left := api.MaxBody + over; left > 0; {
 				n, err := w.Write(part[:min(left, len(part))])
 				if left -= n; err != nil {
 					return
 				}
 			}
 		})
-		var got api.FileInfo
-		_, err := asTool(c, `{}`).Download(t.Context(), "/v1/files", io.Discard)
-		if over <= 0 {
-			if err == nil || !strings.Contains(err.Error(), "bytes arrived") { // the size above is not its own
-				t.Errorf("%+d: %v", over, err)
+		resp, err := asTool(c, `{}`).send(t.Context(), "GET", "/v1/files")
+		if over > 0 {
+			if e := apiError(t, err); e.Code != api.CodeTooLarge {
+				t.Errorf("%+d: got %v", over, e)
+			}
+			if out := rec.outcomes[0]; out.Status != event.Failed {
+				t.Errorf("%+d: recorded %+v", over, out)
 			}
 			continue
 		}
-		if e := apiError(t, err); e.Code != api.CodeTooLarge {
-			t.Errorf("%+d: got %v, %+v", over, e, got)
+		if err != nil {
+			t.Fatal(err)
 		}
-		if out := rec.outcomes[0]; out.Status != event.Failed {
-			t.Errorf("%+d: recorded %+v", over, out)
+		n, err := io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if err != nil || n != int64(api.MaxBody+over) {
+			t.Errorf("%+d: %d bytes arrived, %v", over, n, err)
 		}
 	}
 }
@@ -317,7 +370,7 @@ func TestWhatIsServedIsNoToolCallAndHasTheTrace(t *testing.T) {
 		inner = r.Header.Clone()
 		api.WriteJSON(w, http.StatusOK, struct{}{})
 	})
-	if err := asTool(c, `{}`).Do(t.Context(), "GET", "/v1/vms", nil, nil); err != nil {
+	if err := asTool(c, `{}`).do(t.Context(), "GET", "/v1/vms", &struct{}{}); err != nil {
 		t.Fatal(err)
 	}
 	for _, name := range []string{api.HeaderTool, api.HeaderToolArguments, api.HeaderToolCall} {
