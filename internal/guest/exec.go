@@ -90,7 +90,11 @@ func (x *execution) run(timeout time.Duration) (event.ExecResult, error) {
 		go x.forwardInput()
 	}
 	err := x.hear()
-	if err != nil {
+	if err == nil {
+		// A guest that has said its last word need not read any more: what is
+		// still being told to it must not hold us up.
+		_ = x.conn.SetWriteDeadline(time.Now().Add(writeTimeout)) // a closed connection holds nobody up
+	} else {
 		x.cancel(err) // at once, also while a writer of ours takes its time
 	}
 	x.in.End()
