@@ -75,7 +75,7 @@ func (s *Session) captured(w http.ResponseWriter, r *http.Request, ev *event.Eve
 	result := out.Exec
 	api.WriteJSON(w, http.StatusOK, api.ExecResult{
 		ID: exec.ID, ExitCode: result.ExitCode, Signal: result.Signal, TimedOut: result.TimedOut,
-		Stdout: stdout.Bytes(), Stderr: stderr.Bytes(), StdoutBytes: result.StdoutBytes, StderrBytes: result.StderrBytes,
+		Stdout: stdout.kept.Bytes(), Stderr: stderr.kept.Bytes(), StdoutBytes: result.StdoutBytes, StderrBytes: result.StderrBytes,
 		Truncated: result.Truncated, Leaked: result.Leaked, DurationUS: out.Duration.Microseconds(), EventID: ev.ID,
 	})
 	return nil
@@ -146,22 +146,22 @@ func execOutcome(ctx context.Context, result event.ExecResult, err error) event.
 	return out
 }
 
-// capture keeps the beginning of a stream.
+// capture keeps the beginning of a stream. The buffer is a member, not embedded:
+// its ReadFrom would go round the limit.
 type capture struct {
-	bytes.Buffer
+	kept  bytes.Buffer
 	limit int64
 	cut   bool
 }
 
 // Write takes everything and keeps what fits.
 func (c *capture) Write(p []byte) (int, error) {
-	room := c.limit - int64(c.Len())
-	if int64(len(p)) > room {
+	fits := p
+	if room := c.limit - int64(c.kept.Len()); int64(len(p)) > room {
 		c.cut = true
-		c.Buffer.Write(p[:max(room, 0)])
-		return len(p), nil
+		fits = p[:max(room, 0)]
 	}
-	c.Buffer.Write(p)
+	c.kept.Write(fits)
 	return len(p), nil
 }
 

@@ -45,7 +45,7 @@ func (s *Session) serveReadFile(w http.ResponseWriter, r *http.Request) error {
 	body := &bytes.Buffer{}
 	var failure error
 	verdict, out := s.gate.Do(r.Context(), ev, func(ctx context.Context) event.Outcome {
-		info, failure = s.guest.ReadFile(ctx, path, offset, limit, &bounded{Buffer: body})
+		info, failure = s.guest.ReadFile(ctx, path, offset, limit, &bounded{body})
 		return fileOutcome(ctx, int64(body.Len()), failure)
 	})
 	if verdict.Decision != event.Allow {
@@ -80,17 +80,17 @@ func sendFile(w http.ResponseWriter, info api.FileInfo, body *bytes.Buffer) erro
 // until its digest is checked, so that nobody gets a part for the whole.
 const maxFile = 64 << 20
 
-// bounded is a buffer of at most maxFile bytes.
-type bounded struct{ *bytes.Buffer }
+// bounded writes at most maxFile bytes to a buffer.
+type bounded struct{ buffer *bytes.Buffer }
 
 func (b *bounded) Write(p []byte) (int, error) {
-	if b.Len()+len(p) > maxFile {
+	if b.buffer.Len()+len(p) > maxFile {
 		return 0, &api.Error{
 			Code: api.CodeTooLarge, Message: fmt.Sprintf("the file has more than %d bytes", maxFile),
 			Hint: "read it in parts, with offset and limit",
 		}
 	}
-	return b.Buffer.Write(p)
+	return b.buffer.Write(p)
 }
 
 // serveWriteFile puts a file into the guest.
