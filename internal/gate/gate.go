@@ -58,6 +58,19 @@ func New(judge Judge, ledger Recorder) *Gate {
 // blocked event it holds the refusal and nothing of the data. Cancelling ctx
 // cancels the act, never the record of it.
 func (g *Gate) Do(ctx context.Context, ev *event.Event, act Act) (event.Verdict, event.Outcome) {
+	return g.Stream(ctx, ev, act, nil)
+}
+
+// Rest carries on with an act whose beginning was judged, and completes the
+// outcome that is recorded: what was passed on, and how it ended.
+type Rest = func(ctx context.Context, out *event.Outcome)
+
+// Stream is Do for an effect that is too long to be judged whole: a tunnel, a
+// body of any length. act goes as far as what rules can see, the response phase
+// judges that, and only if it allows, and act is Done, rest goes on. The outcome
+// is recorded when rest is over, so that the row has all of it; what rest has
+// passed on by then cannot be taken back.
+func (g *Gate) Stream(ctx context.Context, ev *event.Event, act Act, rest Rest) (event.Verdict, event.Outcome) {
 	record := context.WithoutCancel(ctx)
 	verdict := g.decide(ctx, ev, event.Request, nil)
 	receipt, err := g.ledger.Begin(record, ev, verdict)
@@ -72,8 +85,12 @@ func (g *Gate) Do(ctx context.Context, ev *event.Event, act Act) (event.Verdict,
 	out := carryOut(ctx, act)
 	out.Duration = g.now().Sub(start)
 	after := g.decide(ctx, ev, event.Response, &out)
-	if after.Decision != event.Allow {
+	switch {
+	case after.Decision != event.Allow:
 		out.Status = event.Blocked
+	case rest != nil && out.Status == event.Done:
+		out = carryOn(ctx, out, rest)
+		out.Duration = g.now().Sub(start)
 	}
 	if err := g.ledger.End(record, receipt, out, after); err != nil {
 		return refuse(event.Verdict{
@@ -87,6 +104,16 @@ func (g *Gate) Do(ctx context.Context, ev *event.Event, act Act) (event.Verdict,
 		return v, refused
 	}
 	return join(verdict, after), out
+}
+
+// Refuse records that ev was refused before any rule was asked: by a list that a
+// rule cannot widen, or because it cannot be read.
+func (g *Gate) Refuse(ctx context.Context, ev *event.Event, reason string) (event.Verdict, event.Outcome) {
+	v := event.Verdict{Reason: reason}
+	if _, err := g.ledger.Begin(context.WithoutCancel(ctx), ev, v); err != nil {
+		v.Reason = fmt.Sprintf("%s (and the refusal cannot be recorded: %v)", reason, err)
+	}
+	return refuse(v)
 }
 
 // decide asks the judge. A panic in it is a refusal, and so is a decision that
@@ -116,6 +143,19 @@ func carryOut(ctx context.Context, act Act) (out event.Outcome) {
 		}
 	}()
 	return act(ctx)
+}
+
+// carryOn runs the rest of an act. A panic in it is a failure of that act alone.
+func carryOn(ctx context.Context, begun event.Outcome, rest Rest) (out event.Outcome) {
+	out = begun
+	defer func() {
+		if p := recover(); p != nil {
+			out.Status = event.Failed
+			out.Error = &event.Error{Message: fmt.Sprintf("carrying out the action failed: %v", p)}
+		}
+	}()
+	rest(ctx, &out)
+	return out
 }
 
 func refuse(v event.Verdict) (event.Verdict, event.Outcome) {

@@ -171,3 +171,58 @@ func TestARefusalNamesTheRuleAndItsReason(t *testing.T) {
 		}
 	}
 }
+
+func TestTheRestOfAStreamFollowsItsJudgementAndIsInTheRecord(t *testing.T) {
+	rec := &tape{}
+	rest := func(_ context.Context, out *event.Outcome) {
+		rec.lines = append(rec.lines, "rest")
+		out.Status, out.BytesReceived = event.Failed, 7
+	}
+	_, out := gate.New(judge(allow), rec).Stream(t.Context(), &event.Event{ID: "e1"}, done, rest)
+	if out.Status != event.Failed || out.BytesReceived != 7 {
+		t.Errorf("got %+v", out)
+	}
+	if got, want := strings.Join(rec.lines, "|"), "begin allow|rest|end e1 failed allow"; got != want {
+		t.Errorf("recorded %q, want %q", got, want)
+	}
+}
+
+func TestTheRestOfAStreamNeedsAnActThatWentWellAndWasAllowed(t *testing.T) {
+	rest := func(context.Context, *event.Outcome) { t.Error("the rest went on") }
+	failed := func(context.Context) event.Outcome { return event.Outcome{Status: event.Failed} }
+	gate.New(judge(allow), &tape{}).Stream(t.Context(), &event.Event{}, failed, rest)
+	blocks := judge(func(p event.Phase, _ *event.Outcome) event.Verdict {
+		if p == event.Response {
+			return event.Verdict{}
+		}
+		return event.Verdict{Decision: event.Allow}
+	})
+	if v, _ := gate.New(blocks, &tape{}).Stream(t.Context(), &event.Event{}, done, rest); v.Decision != event.Block {
+		t.Errorf("got %v", v.Decision)
+	}
+}
+
+func TestAPanicInTheRestIsAFailureThatIsRecorded(t *testing.T) {
+	rec := &tape{}
+	rest := func(context.Context, *event.Outcome) { panic("lost") }
+	_, out := gate.New(judge(allow), rec).Stream(t.Context(), &event.Event{ID: "e1"}, done, rest)
+	if out.Status != event.Failed || !strings.Contains(out.Error.Message, "lost") || rec.lines[1] != "end e1 failed allow" {
+		t.Errorf("got %+v, recorded %q", out, rec.lines)
+	}
+}
+
+func TestARefusalBeforeTheRulesIsRecorded(t *testing.T) {
+	rec := &tape{}
+	asked := judge(func(event.Phase, *event.Outcome) event.Verdict { t.Error("a rule was asked"); return event.Verdict{} })
+	v, out := gate.New(asked, rec).Refuse(t.Context(), &event.Event{}, "not in the list")
+	if v.Decision != event.Block || out.Status != event.Blocked || out.Error.Message != "not in the list" {
+		t.Errorf("got %+v, %+v", v, out)
+	}
+	if got := strings.Join(rec.lines, "|"); got != "begin block" {
+		t.Errorf("recorded %q", got)
+	}
+	rec.beginErr = errors.New("disk full")
+	if _, out := gate.New(asked, rec).Refuse(t.Context(), &event.Event{}, "no"); !strings.Contains(out.Error.Message, "disk full") {
+		t.Errorf("got %q", out.Error.Message)
+	}
+}
