@@ -29,29 +29,82 @@ var errClientGone = errors.New("the client has left")
 // of its guest's, and returns what Exec would. The client's flow control is the
 // guest's: nothing is held here.
 //
-// The last message that the client gets is exit, or an error that says why there
-// is none. Attach closes conn.
-func (g *Guest) Attach(ctx context.Context, conn net.Conn, e guestproto.Exec) (event.ExecResult, error) {
-	client := guestproto.NewStreamConn(conn)
-	defer conn.Close()
+// The client's last message is the caller's to send, with Finish: how a command
+// ended may still have to be judged.
+func (g *Guest) Attach(ctx context.Context, conn net.Conn, e guestproto.Exec) (event.ExecResult, *Attached, error) {
+	end := &Attached{client: guestproto.NewStreamConn(conn), conn: conn}
 	if err := checkExec(&e); err != nil {
-		return event.ExecResult{}, errors.Join(err, refuse(client, "invalid", err))
+		end.code, end.why = "invalid", err
+		return event.ExecResult{}, end, err
 	}
 	ctx, st, err := g.open(ctx, &guestproto.Stream{Exec: &e})
 	if err != nil {
-		return event.ExecResult{}, errors.Join(err, refuse(client, "unreachable", err))
+		end.code, end.why = "unreachable", err
+		return event.ExecResult{}, end, err
 	}
-	a := &attachment{stream: st, client: client, clientConn: conn, stdin: e.Stdin}
-	return a.run(ctx, time.Duration(e.TimeoutMS)*time.Millisecond)
+	a := &attachment{stream: st, client: end.client, clientConn: conn, stdin: e.Stdin}
+	err = a.run(ctx, time.Duration(e.TimeoutMS)*time.Millisecond)
+	end.exit, end.code, end.why = a.progress.exit, lastCode(err), err
+	if errors.Is(err, errTimeout) {
+		end.exit, end.why, err = timedOut(), nil, nil
+	}
+	return result(end.exit, a.stdout, a.stderr), end, err
 }
 
-// refuse tells a client why there will be no exit.
-func refuse(client *guestproto.StreamConn, code string, why error) error {
-	err := client.Write(&guestproto.Stream{Error: &guestproto.Error{Code: code, Message: why.Error()}})
-	if err != nil {
+// Attached is a command that has ended and whose client has not been told.
+type Attached struct {
+	client *guestproto.StreamConn
+	conn   net.Conn
+	exit   *guestproto.Exit
+	// why there is no exit, and the code that goes with it.
+	why  error
+	code string
+}
+
+// Finish tells the client how the command ended, or with a refusal that instead,
+// and closes the connection. It must be called once.
+func (a *Attached) Finish(refusal error) error {
+	defer a.conn.Close()
+	if errors.Is(a.why, errClientGone) {
+		return nil
+	}
+	if err := a.conn.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
 		return fmt.Errorf("telling the client: %w", err)
 	}
+	last := &guestproto.Stream{Exit: a.exit}
+	switch {
+	case refusal != nil:
+		last = &guestproto.Stream{Error: &guestproto.Error{Code: "blocked", Message: refusal.Error()}}
+	case a.why != nil:
+		last = &guestproto.Stream{Error: &guestproto.Error{Code: a.code, Message: a.why.Error()}}
+	}
+	if err := a.client.Write(last); err != nil {
+		return fmt.Errorf("telling the client: %w", err)
+	}
+	a.linger()
 	return nil
+}
+
+// linger lets the last word arrive: a client that is still sending acks would
+// otherwise meet a closed connection before it reads on. It ends when the client
+// closes, or takes too long.
+func (a *Attached) linger() {
+	half, ok := a.conn.(interface{ CloseWrite() error })
+	if !ok || half.CloseWrite() != nil || a.conn.SetReadDeadline(time.Now().Add(lingerTime)) != nil {
+		return // the client has left
+	}
+	_, _ = io.Copy(io.Discard, a.conn) // what it says now does not matter
+}
+
+// lastCode names why a command has no exit.
+func lastCode(why error) string {
+	if refused, ok := errors.AsType[*Error](why); ok {
+		return refused.Code
+	}
+	if errors.Is(why, ErrUnreachable) {
+		return "unreachable"
+	}
+	return "io"
 }
 
 // attachment is one attached command.
@@ -96,10 +149,11 @@ func (a *account) confirm(ack *guestproto.Ack) error {
 	return nil
 }
 
-func (a *attachment) run(ctx context.Context, timeout time.Duration) (event.ExecResult, error) {
+// run carries the messages, up to exit or what prevents one.
+func (a *attachment) run(ctx context.Context, timeout time.Duration) error {
 	// Whatever ends the stream ends both connections, so that both readers end.
 	stop := context.AfterFunc(ctx, func() {
-		// Its reader ends at once; the last word can still be written.
+		// Its reader ends at once, its writer soon.
 		now := time.Now()
 		_ = errors.Join(a.clientConn.SetReadDeadline(now), a.clientConn.SetWriteDeadline(now.Add(writeTimeout))) // closed is as good
 	})
@@ -115,44 +169,7 @@ func (a *attachment) run(ctx context.Context, timeout time.Duration) (event.Exec
 	a.cancel(err) // a nil error still ends the client's reader
 	tasks.Wait()
 	a.close()
-
-	exit := a.progress.exit
-	if errors.Is(err, errTimeout) {
-		exit = timedOut()
-		err = a.client.Write(&guestproto.Stream{Exit: exit})
-	} else if err != nil {
-		err = errors.Join(err, a.lastError(err))
-	}
-	a.linger()
-	return result(exit, a.stdout, a.stderr), err
-}
-
-// linger lets the last word arrive: a client that is still sending acks would
-// otherwise meet a closed connection before it reads on. It ends when the client
-// closes, or takes too long.
-func (a *attachment) linger() {
-	half, ok := a.clientConn.(interface{ CloseWrite() error })
-	if !ok || half.CloseWrite() != nil || a.clientConn.SetReadDeadline(time.Now().Add(lingerTime)) != nil {
-		return // the client has left
-	}
-	_, _ = io.Copy(io.Discard, a.clientConn) // what it says now does not matter
-}
-
-// lastError tells the client, if it is there, why there is no exit.
-func (a *attachment) lastError(why error) error {
-	if errors.Is(why, errClientGone) {
-		return nil
-	}
-	if err := a.clientConn.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
-		return fmt.Errorf("setting a deadline: %w", err)
-	}
-	code := "io"
-	if refused, ok := errors.AsType[*Error](why); ok {
-		code = refused.Code
-	} else if errors.Is(why, ErrUnreachable) {
-		code = "unreachable"
-	}
-	return refuse(a.client, code, why)
+	return err
 }
 
 // fromGuest hands the guest's messages on, up to exit.
@@ -175,14 +192,12 @@ func (a *attachment) fromGuest() error {
 				return &ProtocolError{err.Error()}
 			}
 		case m.Exit != nil:
-			m = &guestproto.Stream{Exit: a.progress.exit}
+			return nil
 		}
 		if err := a.client.Write(m); err != nil {
 			return a.because(fmt.Errorf("%w: %w", errClientGone, err))
 		}
 		switch {
-		case m.Exit != nil:
-			return nil
 		case m.Data != nil && m.Data.Stream == guestproto.Out:
 			a.stdout += int64(len(m.Data.Bytes))
 		case m.Data != nil:

@@ -48,17 +48,27 @@ type attached struct {
 	result event.ExecResult
 	err    error
 	done   chan struct{}
+	// refusal is what the client is told instead of how the command ended.
+	refusal error
 }
 
 func attach(ctx context.Context, t *testing.T, g *guest.Guest, e guestproto.Exec) *attached {
+	return attachRefused(ctx, t, g, e, nil)
+}
+
+func attachRefused(ctx context.Context, t *testing.T, g *guest.Guest, e guestproto.Exec, refusal error) *attached {
 	client, server := socketPair(t)
 	if err := client.SetReadDeadline(time.Now().Add(patience)); err != nil {
 		t.Fatal(err)
 	}
-	a := &attached{t: t, conn: client, c: guestproto.NewStreamConn(client), done: make(chan struct{})}
+	a := &attached{t: t, conn: client, c: guestproto.NewStreamConn(client), done: make(chan struct{}), refusal: refusal}
 	go func() {
 		defer close(a.done)
-		a.result, a.err = g.Attach(ctx, server, e)
+		var end *guest.Attached
+		a.result, end, a.err = g.Attach(ctx, server, e)
+		if err := end.Finish(a.refusal); err != nil && a.err == nil {
+			t.Error(err)
+		}
 	}()
 	return a
 }
@@ -215,5 +225,17 @@ func TestAttachHoldsTheTimeout(t *testing.T) {
 	_, _, last := a.read()
 	if last.Exit == nil || !last.Exit.TimedOut || !a.result.TimedOut {
 		t.Errorf("%+v, %+v, %v", last, a.result, a.err)
+	}
+}
+
+func TestAttachTellsARefusalInsteadOfHowTheCommandEnded(t *testing.T) {
+	g := ready(t)
+	a := attachRefused(bounded(t), t, g, sh("exit 7"), errors.New("blocked by rule r"))
+	_, _, last := a.read()
+	if last.Exit != nil || last.Error == nil || last.Error.Code != "blocked" || last.Error.Message != "blocked by rule r" {
+		t.Errorf("the client saw %+v", last)
+	}
+	if a.result.ExitCode != 7 {
+		t.Errorf("the host knows %+v", a.result)
 	}
 }

@@ -81,29 +81,42 @@ func (s *Session) captured(w http.ResponseWriter, r *http.Request, ev *event.Eve
 	return nil
 }
 
-// attached runs a command whose streams the client's connection carries.
+// attached runs a command whose streams the client's connection carries. The
+// client learns how it ended after that was judged.
 func (s *Session) attached(w http.ResponseWriter, r *http.Request, ev *event.Event, exec guestproto.Exec) error {
-	begun := false
+	var end *guest.Attached
 	verdict, out := s.gate.Do(r.Context(), ev, func(context.Context) event.Outcome {
 		conn, err := upgrade(w)
 		if err != nil {
 			return event.Outcome{Status: event.Failed, Error: &event.Error{Message: err.Error()}}
 		}
-		begun = true
 		// The server no longer watches a connection that was taken over: its
 		// end is Attach's to see. What ends it besides is the session's end.
 		ctx, cancel := context.WithCancel(context.WithoutCancel(r.Context()))
 		defer cancel()
 		stop := context.AfterFunc(s.life, cancel)
 		defer stop()
-		result, err := s.guest.Attach(ctx, conn, exec)
+		var result event.ExecResult
+		result, end, err = s.guest.Attach(ctx, conn, exec)
 		return execOutcome(ctx, result, err)
 	})
-	if begun {
-		return nil // the connection has had its last word
-	}
+	var refusal error
 	if verdict.Decision != event.Allow {
-		return blocked(out)
+		refusal = blocked(out)
+	}
+	if end == nil {
+		return errors.Join(refusal, outcomeError(out))
+	}
+	if err := end.Finish(refusal); err != nil {
+		s.log.Debug("a command's client is gone", "error", err)
+	}
+	return nil
+}
+
+// outcomeError is why a command whose connection could not be taken over failed.
+func outcomeError(out event.Outcome) error {
+	if out.Status == event.Blocked || out.Error == nil {
+		return nil
 	}
 	return errors.New(out.Error.Message)
 }
