@@ -24,7 +24,7 @@ func homeOf(ts *testscript.TestScript) *home {
 }
 
 func TestScripts(t *testing.T) {
-	npm, err := filepath.Abs("npm/node_modules")
+	here, err := filepath.Abs(".")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +42,7 @@ func TestScripts(t *testing.T) {
 			h := newHome(tb)
 			env.Values[homeKey{}] = h
 			env.Vars = append(env.Vars, h.vars...)
-			env.Vars = append(env.Vars, "BIN="+h.path("bin"), "ROOT="+h.root, "NPM="+npm)
+			env.Vars = append(env.Vars, "BIN="+h.path("bin"), "ROOT="+h.root, "NPM="+here+"/npm/node_modules", "DEMO="+here+"/demo/demo.sh")
 			return nil
 		},
 	})
