@@ -205,7 +205,7 @@ func (s *Session) backend(ctx context.Context, img *image.Image) (vm.Backend, []
 		}
 		c.Accelerator = found.Accelerator
 		if fresh && found.Accelerator == qemu.TCG {
-			notes = append(notes, "no hardware acceleration: "+found.Reason+"; guests run in software emulation, slower (this is said once)")
+			notes = append(notes, "hardware acceleration does not work here, guests run in software emulation and slower; capsem doctor says why (this is said once)")
 		}
 	}
 	s.state.Accelerator = c.Accelerator
