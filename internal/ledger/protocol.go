@@ -54,8 +54,10 @@ func (l *Ledger) Protocol(ctx context.Context, p ProtocolEvent) error {
 	return l.writeKind(ctx, kind, p.RequestID, 1, time.Now())
 }
 
-// messageRepeat is what an event that is no act has in common with others.
-func messageRepeat(ev *event.Event, v event.Verdict) repeat {
+// messageRepeat is what an event that is no act, and what came of it, has in
+// common with others. The words of a failure do not tell it apart: they may
+// repeat what the sender said.
+func messageRepeat(ev *event.Event, out *event.Outcome, v event.Verdict) repeat {
 	m := orZero(ev.MCP)
 	subject := m.ResourceURI
 	if subject == "" {
@@ -63,7 +65,8 @@ func messageRepeat(ev *event.Event, v event.Verdict) repeat {
 	}
 	return repeat{
 		eventType: ev.Type, direction: ToServer, method: m.Method, server: m.Server, subject: subject, process: ev.Process,
-		decision: v.Decision, rule: v.Rule, policy: v.Policy, status: event.Done, initiator: ev.Initiator,
+		code: orZero(out.Error).Code, decision: v.Decision, rule: v.Rule, policy: v.Policy, status: out.Status,
+		initiator: ev.Initiator,
 	}
 }
 

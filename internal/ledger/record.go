@@ -84,15 +84,16 @@ func (l *Ledger) End(ctx context.Context, begun Receipt, out event.Outcome, v ev
 	return err
 }
 
-// endLater writes a message that is no act. Equal ones that went well are
-// counted, so that a guest cannot fill the disk with pings.
+// endLater writes a message that is no act. Equal ones that came to the same end
+// are counted, so that a guest cannot fill the disk with pings, nor with requests
+// for what does not exist.
 func (l *Ledger) endLater(ctx context.Context, r *receipt, out event.Outcome, v event.Verdict) error {
 	decided := r.verdict
 	if out.Status == event.Blocked {
 		decided = v
 	}
-	if out.Status == event.Done && len(r.verdict.Matches) == 0 && len(v.Matches) == 0 &&
-		!l.repeats.first(messageRepeat(r.event, decided)) {
+	if out.Status != event.Blocked && len(r.verdict.Matches) == 0 && len(v.Matches) == 0 &&
+		!l.repeats.first(messageRepeat(r.event, &out, decided)) {
 		return nil
 	}
 	o := l.newOp()

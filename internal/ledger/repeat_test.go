@@ -122,19 +122,30 @@ func TestManyKindsOfMalformedInputAreBounded(t *testing.T) {
 	}
 }
 
-func TestPingsAreCountedAndFailuresAreNot(t *testing.T) {
+// TestEqualMessagesThatAreNoActAreCounted: also those that fail, or a guest fills
+// the disk by asking for what does not exist.
+func TestEqualMessagesThatAreNoActAreCounted(t *testing.T) {
 	l := openTest(t, Options{})
+	failed := func(code int) event.Outcome {
+		return event.Outcome{Status: event.Failed, Error: &event.Error{Code: code, Message: "no"}}
+	}
 	for range 50 {
 		call(t, l, messageEvent(t, event.MCPPing, "ping"), event.Outcome{Status: event.Done})
-	}
-	for range 3 {
-		call(t, l, messageEvent(t, event.MCPPing, "ping"), event.Outcome{Status: event.Failed})
+		call(t, l, messageEvent(t, event.MCPOther, "nonsense"), failed(-32601))
+		call(t, l, messageEvent(t, event.MCPOther, "nonsense"), failed(-32000))
+		call(t, l, messageEvent(t, event.MCPOther, "nonsense"), event.Outcome{Status: event.Cancelled, Error: &event.Error{Code: -32000}})
 	}
 	if err := l.Close(); err != nil {
 		t.Fatal(err)
 	}
-	got := rows(t, l.path, "SELECT status, sum(count), count(*) <= 5 FROM protocol_events GROUP BY status ORDER BY status")
-	if diff := cmp.Diff([][]any{{"done", int64(50), int64(1)}, {"failed", int64(3), int64(1)}}, got); diff != "" {
+	got := rows(t, l.path, "SELECT status, error_code, sum(count), count(*) <= 5 FROM protocol_events GROUP BY 1, 2 ORDER BY 1, 2")
+	want := [][]any{
+		{"cancelled", int64(-32000), int64(50), int64(1)},
+		{"done", nil, int64(50), int64(1)},
+		{"failed", int64(-32601), int64(50), int64(1)},
+		{"failed", int64(-32000), int64(50), int64(1)},
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
 }
