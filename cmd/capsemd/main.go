@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"runtime/debug"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -20,6 +21,7 @@ import (
 	"github.com/capsem/capsem/images"
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
+	"github.com/capsem/capsem/internal/endpoint"
 	"github.com/capsem/capsem/internal/image"
 	"github.com/capsem/capsem/internal/launch"
 	"github.com/capsem/capsem/internal/service"
@@ -42,7 +44,7 @@ func main() {
 		os.Exit(1)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	code := run(ctx, os.Args[1:], os.Stdout, &boundedLog{file: os.Stderr})
 	stop()
 	os.Exit(code)
 }
@@ -127,6 +129,10 @@ func inherited(fd int) *os.File {
 	return os.NewFile(uintptr(fd), "pipe")
 }
 
+// memoryTarget is the size in bytes above which a VM's process collects garbage
+// as often as it must: what it may hold for its guest, and what it needs itself.
+const memoryTarget = endpoint.MaxHeld + 128<<20
+
 // runVM runs a VM. What the service hands over comes on descriptor 3, progress
 // goes to 4.
 func runVM(ctx context.Context, id string, log *slog.Logger) error {
@@ -147,6 +153,9 @@ func runVM(ctx context.Context, id string, log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
+	// What a guest may have us hold lives beside twice that much garbage unless
+	// the collector is told where to stop.
+	debug.SetMemoryLimit(memoryTarget)
 	return session.Run(ctx, session.Options{
 		Home: home, ID: id, Handover: handover, Progress: progress, Executable: self, Env: env, Version: version, Log: log,
 	})

@@ -139,7 +139,7 @@ func (s *Service) spawn(ctx context.Context, m *machine, by event.Initiator) (_ 
 		return nil, fmt.Errorf("starting the VM's process: %w", err)
 	}
 	files.add(progressIn)
-	log, err := os.OpenFile(s.opts.Home.ProcessLog(m.id), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	log, err := os.OpenFile(s.opts.Home.ProcessLog(m.id), os.O_CREATE|os.O_APPEND|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("opening the VM's log: %w", err), progress.Close())
 	}
