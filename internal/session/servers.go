@@ -25,8 +25,12 @@ import (
 	"github.com/capsem/capsem/internal/upstream"
 )
 
-// refreshTime bounds fetching a server's tools.
-const refreshTime = 30 * time.Second
+// refreshTime bounds fetching a server's tools, and refreshPause is the least time
+// between two fetches, however often the server says that they have changed.
+const (
+	refreshTime  = 30 * time.Second
+	refreshPause = time.Second
+)
 
 // servers are the VM's MCP servers and the catalogue of their tools: the
 // endpoint's Catalog.
@@ -58,8 +62,7 @@ type server struct {
 	// them.
 	tools    []route.Tool
 	problems []string
-	// fetch is held while a list is fetched.
-	fetch sync.Mutex
+	fetch    pace
 }
 
 // startServers starts the launcher, and through it every server at the same
@@ -176,7 +179,7 @@ func (set *servers) start(ctx context.Context, one *server, d definition) {
 			log.Info("server", "state", string(state), "reason", reason)
 			switch state {
 			case upstream.Ready:
-				set.wg.Go(func() { set.refresh(one) })
+				set.renew(one)
 			case upstream.Failed, upstream.Backoff:
 				one.firstDone()
 			case upstream.Starting:
@@ -184,15 +187,29 @@ func (set *servers) start(ctx context.Context, one *server, d definition) {
 		},
 		OnNotify: func(n toolproto.Notify) {
 			if n.Method == "notifications/tools/list_changed" {
-				set.wg.Go(func() { set.refresh(one) })
+				set.renew(one)
 			}
 		},
 		OnEvent: func(e toolproto.Event) {
 			log.Info("server says", "kind", string(e.Kind), "text", e.Text, "left_out", e.Count)
+			if e.Kind == toolproto.EventJunk {
+				set.junk(one)
+			}
 		},
 		HTTP: s.httpFor,
 	})
 	close(one.started)
+}
+
+// junk records that a server has sent what is no message, or answers nothing.
+// What it was is in the process's log: it was shown to nobody.
+func (set *servers) junk(one *server) {
+	err := set.s.refused(set.ctx, endpoint.Refused{
+		Caller: set.s.caller(event.Initiator{Kind: event.GuestAgent}), ToClient: true, Server: one.name, Detail: "server: no message",
+	})
+	if err != nil {
+		set.s.log.Error("recording what a server sent", "server", one.name, "error", err)
+	}
 }
 
 func (one *server) firstDone() { one.firstOnce.Do(func() { close(one.first) }) }
@@ -210,12 +227,19 @@ func (set *servers) close() {
 	set.wg.Wait()
 }
 
+// renew has a server's tools fetched, in the background.
+func (set *servers) renew(one *server) {
+	if one.fetch.ask() {
+		set.wg.Go(func() {
+			defer one.firstDone()
+			one.fetch.do(set.ctx, refreshPause, func() { set.refresh(one) })
+		})
+	}
+}
+
 // refresh fetches a server's tools and makes the new catalogue.
 func (set *servers) refresh(one *server) {
 	<-one.started
-	defer one.firstDone()
-	one.fetch.Lock()
-	defer one.fetch.Unlock()
 	ctx, cancel := context.WithTimeout(set.ctx, refreshTime)
 	defer cancel()
 	raw, err := one.up.ListTools(ctx)
