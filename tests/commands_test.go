@@ -38,6 +38,7 @@ func commands() map[string]func(ts *testscript.TestScript, neg bool, args []stri
 		"run":        cmdRun,
 		"sametools":  cmdSameTools,
 		"signal":     cmdSignal,
+		"small":      cmdSmall,
 		"sql":        cmdSQL,
 		"talk":       cmdTalk,
 	}
@@ -274,6 +275,13 @@ func cmdSQL(ts *testscript.TestScript, neg bool, args []string) {
 	if !ok {
 		ts.Fatalf("there is\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(args[2:], "\n"))
 	}
+}
+
+// cmdSmall puts the home on a file system of its own: small SIZE. A file ballast
+// in it is removed at the script's end, so that there is room to clean up.
+func cmdSmall(ts *testscript.TestScript, neg bool, args []string) {
+	usage(ts, neg, len(args) == 1, "small SIZE")
+	ts.Check(homeOf(ts).mount(args[0]))
 }
 
 // cmdFlip changes one bit in the middle of a file.

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
 )
@@ -34,7 +36,9 @@ type home struct {
 	last []watched
 	// sessions are connections to guests' MCP servers that are open.
 	sessions map[string]*guestSession
-	t        testing.TB
+	// mounted says that the home is a file system of its own.
+	mounted bool
+	t       testing.TB
 }
 
 // newHome makes a home. At the test's end it is taken down, and the test fails if
@@ -84,6 +88,19 @@ func (h *home) furnish() error {
 		return err
 	}
 	return linkTree(images, h.path("home/images"))
+}
+
+// mount puts the home on a file system of its own that has size bytes.
+func (h *home) mount(size string) error {
+	root := h.path("home")
+	if err := os.Rename(filepath.Join(root, "images"), h.path("images")); err != nil {
+		return err
+	}
+	if err := unix.Mount("tmpfs", root, "tmpfs", 0, "mode=0700,size="+size); err != nil {
+		return fmt.Errorf("mounting a file system on %s: %w", root, err)
+	}
+	h.mounted = true
+	return linkTree(h.path("images"), filepath.Join(root, "images"))
 }
 
 func (h *home) path(rel string) string { return filepath.Join(h.root, rel) }
@@ -202,6 +219,9 @@ func (h *home) finish() {
 	if err != nil {
 		h.t.Error(err)
 	}
+	if err := os.Remove(h.path("home/ballast")); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		h.t.Error(err)
+	}
 	if _, err := os.Stat(h.path("home/service.db")); err == nil {
 		h.shutDown()
 	}
@@ -222,6 +242,12 @@ func (h *home) finish() {
 		}
 	}
 	h.checkFiles()
+	if h.mounted {
+		if err := unix.Unmount(h.path("home"), 0); err != nil {
+			h.t.Errorf("unmounting the home: %v", err)
+		}
+	}
+	h.checkKernel()
 	if err := os.RemoveAll(h.root); err != nil {
 		h.t.Error(err)
 	}
@@ -253,7 +279,7 @@ var kept = []string{
 	"ledgers/vm-*/session.db", "ledgers/vm-*/vm.json",
 }
 
-// checkFiles says which files, sockets and mounts are left that nothing needs.
+// checkFiles says which files are left that nothing needs.
 func (h *home) checkFiles() {
 	root := h.path("home")
 	walk := func(path string, d fs.DirEntry, err error) error {
@@ -275,6 +301,10 @@ func (h *home) checkFiles() {
 	if left, err := os.ReadDir(h.path("tmp")); err != nil || len(left) > 0 {
 		h.t.Errorf("temporary files are left: %v %v", left, err)
 	}
+}
+
+// checkKernel says which sockets and mounts of the home the kernel still has.
+func (h *home) checkKernel() {
 	for what, file := range map[string]string{"socket": "/proc/net/unix", "mount": "/proc/self/mountinfo"} {
 		text, err := os.ReadFile(file)
 		if err != nil {
