@@ -309,7 +309,7 @@ func TestAnAnswerOverTheLimitFailsOnlyItsCall(t *testing.T) {
 func TestAnAmbiguousAnswerIsWithheld(t *testing.T) {
 	r := chaosRig(t, "normal")
 	r.awaitReady()
-	for tool, detail := range map[string]string{"duplicate": "duplicate_member", "surrogate": "lone_surrogate"} {
+	for tool, detail := range map[string]string{"duplicate": "duplicate_member", "surrogate": "lone_surrogate", "case": "case_variant"} {
 		got := r.call(tool, `{}`)
 		want := &toolproto.Error{Code: jsonrpc.CodeInternal, Message: "server chaos: its answer is invalid: " + detail}
 		if diff := cmp.Diff(want, got.Error); diff != "" || got.Message != nil {

@@ -131,6 +131,8 @@ func callTool(out io.Writer, name string, m *jsonrpc.Message) {
 		say("%s%s%s", head, strings.Repeat("l", 16<<20-len(head)-len(tail)), tail)
 	case "duplicate":
 		say(`{"jsonrpc":"2.0","id":%s,"result":{"a":1,"a":2}}`, m.ID)
+	case "case":
+		say(`{"jsonrpc":"2.0","id":%s,"Result":{},"result":{}}`, m.ID)
 	case "surrogate":
 		say(`{"jsonrpc":"2.0","id":%s,"result":"\ud800"}`, m.ID)
 	case "pretty":

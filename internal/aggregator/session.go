@@ -315,10 +315,12 @@ func (s *session) receive(data []byte) bool {
 }
 
 // refuse handles a message that is no valid one. If it would have been an
-// answer, its call fails: a caller that waits for its timeout learns less.
+// answer, its call fails: a caller that waits for its timeout learns less. One
+// that has an id and no method was meant as an answer, also where its result is
+// in doubt.
 func (s *session) refuse(data []byte, err error) {
 	var fault *jsonrpc.Error
-	if errors.As(err, &fault) && fault.Kind == jsonrpc.Response {
+	if errors.As(err, &fault) && fault.Kind != jsonrpc.Request && fault.Kind != jsonrpc.Notification {
 		if id, parseErr := strconv.ParseUint(string(fault.ID), 10, 64); parseErr == nil {
 			s.fail(id, jsonrpc.CodeInternal, "its answer is invalid: %s", fault.Detail)
 		}
