@@ -41,6 +41,7 @@ func commands() map[string]func(ts *testscript.TestScript, neg bool, args []stri
 		"small":      cmdSmall,
 		"sql":        cmdSQL,
 		"talk":       cmdTalk,
+		"web":        cmdWeb,
 	}
 }
 
@@ -185,7 +186,8 @@ func cmdProfile(ts *testscript.TestScript, neg bool, args []string) {
 	if len(args) == 3 {
 		file = args[2]
 	}
-	ts.Check(homeOf(ts).writeProfile(args[0], ts.ReadFile(file), ts.Getenv("WORK")))
+	text := strings.NewReplacer("$WORK", ts.Getenv("WORK"), "$WEB", ts.Getenv("WEB")).Replace(ts.ReadFile(file))
+	ts.Check(homeOf(ts).writeProfile(args[0], text))
 }
 
 // cmdSignal sends a signal to a process by its role: signal KILL ROLE [VM]. The

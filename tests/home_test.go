@@ -38,7 +38,9 @@ type home struct {
 	sessions map[string]*guestSession
 	// mounted says that the home is a file system of its own.
 	mounted bool
-	t       testing.TB
+	// web is the web server, nil if there is none.
+	web *web
+	t   testing.TB
 }
 
 // newHome makes a home. At the test's end it is taken down, and the test fails if
@@ -140,13 +142,13 @@ func (h *home) vm(name string) (vm api.VM, err error) {
 }
 
 // writeProfile puts a profile into the home. $NAME stands for paths of this
-// machine: $BIN, $NPM (installed programs of others), $WORK and $ROOT.
-func (h *home) writeProfile(name, text, work string) error {
+// machine: $BIN, $NPM (installed programs of others) and $ROOT.
+func (h *home) writeProfile(name, text string) error {
 	npm, err := filepath.Abs("npm/node_modules")
 	if err != nil {
 		return err
 	}
-	text = strings.NewReplacer("$BIN", h.path("bin"), "$NPM", npm, "$WORK", work, "$ROOT", h.root).Replace(text)
+	text = strings.NewReplacer("$BIN", h.path("bin"), "$NPM", npm, "$ROOT", h.root).Replace(text)
 	dir := h.path("home/profiles")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return err

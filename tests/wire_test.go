@@ -195,7 +195,7 @@ func TestHostileFramesGetWhatTheTableSays(t *testing.T) {
 	needVM(t)
 	t.Parallel()
 	h := newHome(t)
-	if err := h.writeProfile("wire", "[[mcp.servers]]\nname = \"peer\"\ncommand = \"$BIN/mcpserver\"\n", ""); err != nil {
+	if err := h.writeProfile("wire", "[[mcp.servers]]\nname = \"peer\"\ncommand = \"$BIN/mcpserver\"\n"); err != nil {
 		t.Fatal(err)
 	}
 	h.capsem("create", "--name", "box", "--profile", "wire")
