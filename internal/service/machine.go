@@ -34,6 +34,8 @@ type machine struct {
 	proc *process
 	// notes are what its start had to say.
 	notes []string
+	// killed is why we killed the process, "" where we did not.
+	killed string
 	// gone says that nothing of the VM is left.
 	gone bool
 	// made is closed when the request that creates the VM is over.
@@ -137,12 +139,10 @@ func (s *Service) takeUp(ctx context.Context, m *machine) {
 	if err == nil && state.Incarnation == record.Incarnation {
 		if proc, err := openProcess(state.Process); err == nil {
 			m.proc = proc
-			if record.State == config.Creating && state.Phase == config.Ready {
-				if err := m.set(func(r *config.VMRecord) { r.State, r.Reason = config.Running, "" }); err != nil {
-					s.log.Error("taking up a VM", "vm", m.id, "error", err)
-				}
-			}
 			s.watch(m, proc)
+			if record.State == config.Creating {
+				s.seeThrough(m, proc)
+			}
 			return
 		}
 	} else if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -156,6 +156,55 @@ func (s *Service) takeUp(ctx context.Context, m *machine) {
 	case config.Creating, config.Running:
 		m.ended(ctx)
 	case config.Stopped, config.Suspended, config.Failed:
+	}
+}
+
+// seeThrough finishes, in the background, the start of a VM whose service ended
+// meanwhile. The pipe on which the process says how it goes went with that
+// service, so its state file is looked at now and then. The VM's turn is held, as
+// in any start.
+func (s *Service) seeThrough(m *machine, proc *process) {
+	m.turn <- struct{}{} // free: nobody else knows the VM yet
+	s.background.Go(func() error {
+		defer func() { <-m.turn }()
+		tick := time.NewTicker(lookEvery)
+		defer tick.Stop()
+		late := time.NewTimer(startedWithin)
+		defer late.Stop()
+		for {
+			record, _ := m.snapshot()
+			state, err := config.ReadVMState(s.opts.Home.VMState(m.id))
+			if err == nil && state.Incarnation == record.Incarnation && state.Phase == config.Ready {
+				if err := m.set(func(r *config.VMRecord) { r.State, r.Reason = config.Running, "" }); err != nil {
+					s.log.Error("taking up a VM", "vm", m.id, "error", err)
+				}
+				return nil
+			}
+			select {
+			case <-tick.C:
+			case <-late.C:
+				m.giveUp("it did not become ready")
+				return nil
+			case <-proc.ended:
+				return nil
+			case <-s.lifetime.Done():
+				return nil
+			}
+		}
+	})
+}
+
+// lookEvery is how often seeThrough looks.
+const lookEvery = 100 * time.Millisecond
+
+// giveUp kills the VM's process, and says why in the VM's record.
+func (m *machine) giveUp(why string) {
+	m.mu.Lock()
+	proc := m.proc
+	m.killed = why
+	m.mu.Unlock()
+	if proc != nil {
+		proc.kill()
 	}
 }
 
@@ -186,6 +235,11 @@ func (m *machine) ended(ctx context.Context) {
 		}
 	default:
 		reason = fmt.Sprintf("its host process ended unexpectedly; capsem logs %s --source process has its last words", m.name)
+		m.mu.Lock()
+		if m.killed != "" {
+			reason = m.killed + ", and its host process was killed"
+		}
+		m.mu.Unlock()
 	}
 	if next == config.Failed {
 		if err := m.s.recoverLedger(ctx, m.id); err != nil {
@@ -194,7 +248,7 @@ func (m *machine) ended(ctx context.Context) {
 		}
 	}
 	m.mu.Lock()
-	m.proc = nil
+	m.proc, m.killed = nil, ""
 	m.mu.Unlock()
 	err = m.set(func(r *config.VMRecord) {
 		if r.State != config.Deleting {
@@ -270,10 +324,10 @@ func (m *machine) stop(ctx context.Context, req api.StopRequest) error {
 			defer cancel()
 			if err := c.Do(asked, "POST", "/v1/stop", req, nil); err != nil {
 				m.s.log.Warn("asking a VM to stop", "vm", m.id, "error", err)
-				proc.kill()
+				m.giveUp("it did not answer when it was asked to stop")
 			}
 		} else {
-			proc.kill()
+			m.giveUp("it was stopped before it was ready")
 		}
 	} else {
 		proc.terminate()
@@ -282,7 +336,7 @@ func (m *machine) stop(ctx context.Context, req api.StopRequest) error {
 	case <-proc.ended:
 		return nil
 	case <-time.After(grace + stopMargin):
-		proc.kill()
+		m.giveUp("it did not stop in time")
 	case <-ctx.Done():
 		return ctx.Err()
 	}

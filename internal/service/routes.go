@@ -7,6 +7,7 @@ import (
 	"net/url"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/event"
@@ -153,6 +154,10 @@ func (s *Service) serveInfo(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
+// takeOverTime is how long a VM's process may take until it has taken over a
+// connection that carries a command's streams. One that hangs would never.
+const takeOverTime = 15 * time.Second
+
 // pass hands a request to the VM's own process, with who makes it.
 func (s *Service) pass(w http.ResponseWriter, r *http.Request) error {
 	m, err := s.registry.find(r.PathValue("vm"))
@@ -170,6 +175,11 @@ func (s *Service) pass(w http.ResponseWriter, r *http.Request) error {
 	}
 	who := caller(r)
 	transport := unixTransport(socket)
+	if r.Header.Get("Upgrade") != "" {
+		// The process takes such a connection over before it does anything
+		// that may last.
+		transport.ResponseHeaderTimeout = takeOverTime
+	}
 	defer transport.CloseIdleConnections()
 	proxy := &httputil.ReverseProxy{
 		Transport:     transport,

@@ -49,6 +49,9 @@ func (s *Service) serveSecretSet(w http.ResponseWriter, r *http.Request) error {
 
 func (s *Service) serveSecretRemove(w http.ResponseWriter, r *http.Request) error {
 	name := r.PathValue("name")
+	if err := config.CheckSecretName(name); err != nil {
+		return &api.Error{Code: api.CodeInvalid, Message: err.Error()}
+	}
 	err := s.opts.Home.SecretStore().Remove(name)
 	if errors.Is(err, config.ErrNoSecret) {
 		return &api.Error{Code: api.CodeNotFound, Message: fmt.Sprintf("there is no secret called %q", name), Hint: "capsem secret list shows their names"}

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -100,6 +101,71 @@ func TestAVMOutlivesItsServiceAndTheNextFindsIt(t *testing.T) {
 	var stopped api.VM
 	if err := r.person().Do(t.Context(), "POST", "/v1/vms/box/stop", api.StopRequest{}, &stopped); err != nil || stopped.State != api.StateStopped {
 		t.Errorf("stopping it: %v, %+v", err, stopped)
+	}
+}
+
+// TestAStartThatItsServiceDidNotSeeTheEndOfIsSeenThrough: the service is killed
+// while a VM boots, the VM goes on.
+func TestAStartThatItsServiceDidNotSeeTheEndOfIsSeenThrough(t *testing.T) {
+	r := newRig(t)
+	vm := r.mustCreate(api.CreateRequest{Name: "box"})
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	record, err := config.ReadVMRecord(r.home.VMRecord(vm.ID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	state, err := config.ReadVMState(r.home.VMState(vm.ID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	phase := func(p config.Phase) {
+		t.Helper()
+		state.Phase = p
+		if err := config.WriteVMState(r.home.VMState(vm.ID), state); err != nil {
+			t.Fatal(err)
+		}
+	}
+	record.State = config.Creating
+	if err := config.WriteVMRecord(r.home.VMRecord(vm.ID), record); err != nil {
+		t.Fatal(err)
+	}
+	phase(config.Starting)
+	r.start()
+	if got := r.list()[0]; got.State != api.StateCreating {
+		t.Errorf("before it is ready it is %s", got.State)
+	}
+	phase(config.Ready)
+	if got := r.until("box", api.StateRunning); got.PID != vm.PID {
+		t.Errorf("got %+v", got)
+	}
+}
+
+// TestAFrozenProcessHoldsNobodyUp: who wants to run a command is told, and a stop
+// kills it and says so. It takes as long as both are patient.
+func TestAFrozenProcessHoldsNobodyUp(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes 20 s; run without -short")
+	}
+	t.Parallel()
+	r := newRig(t)
+	vm := r.mustCreate(api.CreateRequest{Name: "box"})
+	if err := syscall.Kill(vm.PID, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 60*time.Second)
+	defer cancel()
+	conn, err := r.person().Stream(ctx, "/v1/vms/box/exec", api.ExecRequest{Argv: [][]byte{[]byte("true")}})
+	if code(err) != api.CodeUnavailable {
+		t.Errorf("running a command: %v, %v", conn, err)
+	}
+	var stopped api.VM
+	if err := r.person().Do(ctx, "POST", "/v1/vms/box/stop", api.StopRequest{TimeoutMS: 1}, &stopped); err != nil {
+		t.Fatal(err)
+	}
+	if stopped.State != api.StateFailed || !strings.Contains(stopped.Reason, "killed") {
+		t.Errorf("got %s: %s", stopped.State, stopped.Reason)
 	}
 }
 
