@@ -58,7 +58,7 @@ func (d *dialer) addresses(ctx context.Context, host string) ([]netip.Addr, erro
 	}
 	addrs, err := d.resolve(ctx, host)
 	if err != nil {
-		return nil, fmt.Errorf("resolving %s: %w", host, err)
+		return nil, fmt.Errorf("resolving %s: %w", host, withoutOwn(err))
 	}
 	if len(addrs) == 0 {
 		return nil, fmt.Errorf("resolving %s: no address", host)

@@ -213,12 +213,12 @@ func (c *Client) roundTrip(ctx context.Context, h hop, limit int64) (resp Respon
 	req.Header = h.header.Clone()
 	answer, err := c.transport.RoundTrip(req)
 	if err != nil {
-		return Response{}, fmt.Errorf("requesting %s://%s: %w", h.url.Scheme, h.url.Host, err)
+		return Response{}, fmt.Errorf("requesting %s://%s: %w", h.url.Scheme, h.url.Host, withoutOwn(err))
 	}
 	defer func() { err = errors.Join(err, answer.Body.Close()) }()
 	body, err := io.ReadAll(io.LimitReader(answer.Body, limit+1))
 	if err != nil {
-		return Response{}, fmt.Errorf("reading the answer of %s: %w", h.url.Host, err)
+		return Response{}, fmt.Errorf("reading the answer of %s: %w", h.url.Host, withoutOwn(err))
 	}
 	resp = Response{Status: answer.StatusCode, URL: h.url.String(), Headers: answer.Header, Body: body}
 	if int64(len(body)) > limit {
@@ -245,7 +245,7 @@ func firstHop(r Request) (hop, error) {
 	if err != nil {
 		return hop{}, fmt.Errorf("reading the URL: %w", err)
 	}
-	if err := checkURL(u); err != nil {
+	if u, err = canonical(u); err != nil {
 		return hop{}, err
 	}
 	header := r.Headers.Clone()
@@ -283,7 +283,7 @@ func checkURL(u *url.URL) error {
 // event is what rules see: exactly what will be sent.
 func (h hop) event(via string) event.HTTPRequest {
 	return event.HTTPRequest{
-		Method: h.method, Scheme: h.url.Scheme, Host: strings.ToLower(h.url.Hostname()), Port: port(h.url),
+		Method: h.method, Scheme: h.url.Scheme, Host: h.url.Hostname(), Port: port(h.url),
 		Path: h.url.EscapedPath(), Query: h.url.RawQuery, Headers: flatten(h.header), Body: h.body,
 		RedirectedFrom: h.from, Via: via,
 	}
@@ -324,7 +324,7 @@ func (h hop) redirect(resp Response) (hop, bool, error) {
 	if err != nil {
 		return hop{}, false, fmt.Errorf("following a redirect of %s: %w", h.url.Host, err)
 	}
-	if err := checkURL(to); err != nil {
+	if to, err = canonical(to); err != nil {
 		return hop{}, false, fmt.Errorf("following a redirect of %s: %w", h.url.Host, err)
 	}
 	next := hop{method: h.method, url: to, header: h.header.Clone(), body: h.body, from: h.url.String()}
