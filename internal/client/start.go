@@ -49,7 +49,7 @@ func (s Starter) Ensure(ctx context.Context, socket string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("starting the service: %w", err)
 	}
-	defer lock.Close() //nolint:errcheck // nothing is written to it
+	defer lock.Close() // nothing is written to it
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
 		return nil, fmt.Errorf("starting the service: %w", err)
 	}
