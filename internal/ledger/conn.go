@@ -71,6 +71,12 @@ type sqliteError struct {
 
 func (e *sqliteError) Error() string { return fmt.Sprintf("%s (%d)", e.text, e.code) }
 
+// Is makes errors about a damaged file known as ErrDamaged.
+func (e *sqliteError) Is(target error) bool {
+	primary := e.code & 0xff
+	return target == ErrDamaged && (primary == sqlite3.SQLITE_CORRUPT || primary == sqlite3.SQLITE_NOTADB)
+}
+
 // openConn opens or creates the database file at path for writing.
 func openConn(path string) (*conn, error) {
 	c := &conn{tls: libc.NewTLS()}

@@ -74,6 +74,8 @@ var (
 	ErrSealed = errors.New("the ledger is sealed")
 	// ErrNewer says that the ledger was written by a newer version of Capsem.
 	ErrNewer = errors.New("the ledger was written by a newer version of Capsem")
+	// ErrDamaged says that the file is no whole database any more.
+	ErrDamaged = errors.New("the ledger is damaged")
 )
 
 // Options shape a ledger. The zero value is usable.
@@ -129,8 +131,8 @@ func (r Recovered) String() string {
 
 // Open opens the ledger at path for writing, creating or migrating it, and
 // turns rows that a dead writer left pending into interrupted ones. The caller
-// must Close or Seal it. Errors wrap ErrLocked, ErrSealed or ErrNewer where
-// that is the reason.
+// must Close or Seal it. Errors are ErrLocked, ErrSealed, ErrNewer or ErrDamaged
+// where that is the reason.
 func Open(ctx context.Context, path string, options Options) (*Ledger, error) {
 	l, err := open(ctx, path, options)
 	if err != nil {

@@ -18,7 +18,8 @@ const sealedRecord = "vm.json"
 
 // seal closes the ledger of a VM that is about to go, and moves it to where
 // those of deleted VMs are kept, with the VM's record beside it. A VM that
-// never had a ledger leaves none.
+// never had a ledger leaves none; one that is damaged is kept as it was found, for
+// whoever can still read it.
 func (s *Service) seal(ctx context.Context, m *machine) error {
 	home, id := s.opts.Home, m.id
 	from, to := home.Ledger(id), home.SealedLedger(id)
@@ -26,14 +27,17 @@ func (s *Service) seal(ctx context.Context, m *machine) error {
 		return nil
 	}
 	l, err := ledger.Open(ctx, from, ledger.Options{Log: s.log})
+	if err == nil {
+		err = l.Seal(ctx)
+	}
+	parts := []string{""}
 	switch {
+	case errors.Is(err, ledger.ErrDamaged):
+		s.log.Error("keeping a damaged ledger as it is", "vm", id, "error", err)
+		parts = []string{"-wal", "-shm", ""}
 	case errors.Is(err, ledger.ErrSealed):
 	case err != nil:
 		return err
-	default:
-		if err := l.Seal(ctx); err != nil {
-			return err
-		}
 	}
 	if err := os.MkdirAll(home.SealedFolder(id), 0o700); err != nil {
 		return fmt.Errorf("making the folder of sealed ledgers: %w", err)
@@ -42,8 +46,10 @@ func (s *Service) seal(ctx context.Context, m *machine) error {
 	if err := config.WriteVMRecord(filepath.Join(home.SealedFolder(id), sealedRecord), record); err != nil {
 		return err
 	}
-	if err := os.Rename(from, to); err != nil {
-		return fmt.Errorf("moving the sealed ledger: %w", err)
+	for _, part := range parts { // the ledger itself last: it says that there is something to do
+		if err := os.Rename(from+part, to+part); err != nil && (part == "" || !errors.Is(err, fs.ErrNotExist)) {
+			return fmt.Errorf("moving the sealed ledger: %w", err)
+		}
 	}
 	return nil
 }

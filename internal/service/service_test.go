@@ -275,6 +275,31 @@ func TestADeletedVMKeepsItsLedgerAndNothingElse(t *testing.T) {
 	}
 }
 
+// TestADamagedLedgerDoesNotKeepAVMFromGoing: what is left of it is kept.
+func TestADamagedLedgerDoesNotKeepAVMFromGoing(t *testing.T) {
+	r := newRig(t)
+	vm := r.mustCreate(api.CreateRequest{Name: "box"})
+	if err := r.person().Do(t.Context(), "POST", "/v1/vms/box/stop", api.StopRequest{}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(r.home.Ledger(vm.ID), 5000); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.person().Do(t.Context(), "POST", "/v1/vms/box/start", nil, nil); err == nil {
+		t.Error("it starts without a ledger")
+	}
+	if err := r.person().Do(t.Context(), "DELETE", "/v1/vms/box", nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	if info, err := os.Stat(r.home.SealedLedger(vm.ID)); err != nil || info.Size() != 5000 {
+		t.Errorf("what is kept: %v, %v", info, err)
+	}
+	if left, err := os.ReadDir(r.home.VMs()); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	r.mustCreate(api.CreateRequest{Name: "box"})
+}
+
 func TestADeletionThatWasInterruptedIsFinishedByTheNextService(t *testing.T) {
 	r := newRig(t)
 	vm := r.mustCreate(api.CreateRequest{Name: "box"})
