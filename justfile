@@ -6,6 +6,7 @@ set positional-arguments := true
 lint_version := `sed -n 's|.*github.com/golangci/golangci-lint/v2 v\([0-9.]*\).*|\1|p' tools/go.mod`
 golangci_lint := ".cache/bin/golangci-lint-" + lint_version
 tool := "go tool -modfile=tools/go.mod"
+test_home := justfile_directory() / ".cache/test-home" # images for tests, apart from the user's own home
 
 # List the recipes
 [private]
@@ -69,14 +70,16 @@ test *args: build _peers
     if (($#)); then
         exec go test -race "$@"
     fi
-    bin/capsem image build tiny
+    export CAPSEM_TEST_HOME='{{ test_home }}'
+    CAPSEM_HOME=$CAPSEM_TEST_HOME bin/capsemd image build tiny
+    digest=$(sed 's/^sha256://' "$CAPSEM_TEST_HOME/images/tiny/current")
+    export CAPSEM_TEST_IMAGE=$CAPSEM_TEST_HOME/images/tiny/$digest
     go list ./... | grep -v '/\(tests\|bench\)\(/\|$\)' | xargs go test -race -timeout 15m
     go test -count=1 -timeout 15m ./tests/...
 
 # Run the scripts on real virtual machines, and fail where there can be none: just e2e -run TestScripts/mcp
 e2e *args: build _peers
-    bin/capsem image build tiny
-    CAPSEM_TEST_REQUIRE=vm go test -count=1 -timeout 15m ./tests/... "$@"
+    CAPSEM_TEST_HOME='{{ test_home }}' CAPSEM_TEST_REQUIRE=vm go test -count=1 -timeout 15m ./tests/... "$@"
 
 # All that must pass before a change is proposed
 check: lint vet test (fuzz "5s") docs
