@@ -150,7 +150,7 @@ func (h *host) startTools(ctx context.Context, l *lab) error {
 		Server:  toolproto.Server{Name: config.BuiltinServer},
 		Command: child.Command{Path: l.program("capsem-builtin"), Dir: "/"},
 		StartProcess: func(ctx context.Context, cmd child.Command) (upstream.Process, error) {
-			return h.launcher.Start(ctx, launch.Builtin, cmd)
+			return h.launcher.Start(ctx, launch.Jail{Profile: launch.Builtin}, cmd)
 		},
 		Log: slog.New(slog.DiscardHandler),
 	})

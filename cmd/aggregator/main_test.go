@@ -98,11 +98,19 @@ func start(t testing.TB, server toolproto.Server) (*launch.Client, *upstream.Ups
 	if server.Name == "" {
 		server.Name = "server"
 	}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	peers, err := filepath.Abs("../../tests/npm/node_modules")
+	if err != nil {
+		t.Fatal(err)
+	}
 	u := upstream.Start(t.Context(), upstream.Options{
 		Server:  server,
-		Command: child.Command{Path: "/proc/self/exe", Args: []string{"aggregator"}},
+		Command: child.Command{Path: self, Args: []string{"aggregator"}},
 		StartProcess: func(ctx context.Context, cmd child.Command) (upstream.Process, error) {
-			return client.Start(ctx, launch.Aggregator, cmd)
+			return client.Start(ctx, launch.Jail{Profile: launch.Aggregator, Read: []string{peers}}, cmd)
 		},
 		Log: slog.New(slog.DiscardHandler),
 	})

@@ -24,6 +24,7 @@ import (
 	"math"
 	"os"
 	"runtime"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -139,7 +140,7 @@ func (p *Process) run(cmd Command, started chan<- error) {
 // as long as the child shall. It is for a process that reaps everything, as an
 // init does.
 func Fork(cmd Command) (*os.Process, error) {
-	path, err := lookup(cmd.Path, cmd.Env)
+	path, err := Lookup(cmd.Path, cmd.Env)
 	if err != nil {
 		return nil, fmt.Errorf("starting %s: %w", cmd.Path, err)
 	}
@@ -301,11 +302,14 @@ func (p *Process) Stop(ctx context.Context) error {
 // descriptors returns what becomes 0, 1, 2, 3, ... in the child, with the null
 // device where the command names nothing.
 func descriptors(cmd Command) (files []*os.File, closeNull func(), err error) {
+	files = append([]*os.File{cmd.Stdin, cmd.Stdout, cmd.Stderr}, cmd.Files...)
+	if !slices.Contains(files, nil) {
+		return files, func() {}, nil
+	}
 	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
 	if err != nil {
 		return nil, nil, fmt.Errorf("opening the null device: %w", err)
 	}
-	files = append([]*os.File{cmd.Stdin, cmd.Stdout, cmd.Stderr}, cmd.Files...)
 	for i, f := range files {
 		if f == nil {
 			files[i] = null

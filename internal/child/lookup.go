@@ -12,9 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lookup finds the program that name means, as execvp does, but in the PATH
-// that the child will have.
-func lookup(name string, env []string) (string, error) {
+// Lookup finds the program that name means, as execvp does, but in the PATH
+// that a child with env will have. Errors match fs.ErrNotExist and
+// fs.ErrPermission.
+func Lookup(name string, env []string) (string, error) {
 	if name == "" {
 		return "", errors.New("no program named")
 	}

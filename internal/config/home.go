@@ -168,6 +168,11 @@ func (h Home) Ledger(id string) string { return filepath.Join(h.VMDir(id), "sess
 // SerialLog is what the guest wrote to its console.
 func (h Home) SerialLog(id string) string { return filepath.Join(h.VMDir(id), "serial.log") }
 
+// ServerHome is the folder that is a server's HOME, in its jail.
+func (h Home) ServerHome(id, server string) string {
+	return filepath.Join(h.VMDir(id), "servers", server)
+}
+
 // ProcessLog is what the VM's process wrote to its stderr.
 func (h Home) ProcessLog(id string) string { return filepath.Join(h.VMDir(id), "process.log") }
 

@@ -24,6 +24,7 @@ const (
 	maxServers   = 64
 	maxRules     = 10_000
 	maxHTTPAllow = 256
+	maxPaths     = 64
 	maxText      = 16 << 10 // of a reason, an environment value, a header
 )
 
@@ -37,6 +38,12 @@ const (
 const (
 	RecordDigest = "digest"
 	RecordFull   = "full"
+)
+
+// What a program gets that the host has no complete jail for.
+const (
+	IsolationStrict = "strict"
+	IsolationWeak   = "weak"
 )
 
 // Profile is what a VM is made from and governed by.
@@ -60,6 +67,9 @@ type Profile struct {
 	// HTTPAllow are private addresses and ports that the built-in HTTP tools may
 	// reach.
 	HTTPAllow []HostPort
+	// Isolation says whether a program is started that the host has no complete
+	// jail for.
+	Isolation string
 	Servers   []Server
 	Rules     []Rule
 }
@@ -110,7 +120,7 @@ func ParseProfile(file string, data []byte) (Profile, error) {
 func builtinProfile() Profile {
 	return Profile{
 		Name: DefaultProfile, CPUs: 1, Memory: Size(512 * MiB),
-		Default: DefaultAllow, RecordBlocked: RecordDigest,
+		Default: DefaultAllow, RecordBlocked: RecordDigest, Isolation: IsolationStrict,
 	}
 }
 
@@ -131,6 +141,7 @@ func (t *table) profile(p *Profile) {
 	p.DefaultPosition = t.at("default")
 	p.RecordBlocked = t.choice("record_blocked", p.RecordBlocked, []string{RecordDigest, RecordFull})
 	p.HTTPAllow = t.hostPorts("http_allow")
+	p.Isolation = t.choice("isolation", p.Isolation, []string{IsolationStrict, IsolationWeak})
 	if mcp := t.sub("mcp"); mcp != nil {
 		p.Servers = mcp.servers("servers")
 		mcp.close()
@@ -214,6 +225,9 @@ type Server struct {
 	Args    []string
 	Env     map[string]string
 	Secrets map[string]string
+	// Read and Write are files and folders of the host, by absolute path, that the
+	// server's jail shows beside what its command line names.
+	Read, Write []string
 	// URL and Headers are empty for a command.
 	URL     string
 	Headers map[string]Template
@@ -303,6 +317,7 @@ func (t *table) server() Server {
 	s.Secrets = t.textMap("secrets", func(variable, secret string) error {
 		return errors.Join(CheckEnv(variable, ""), CheckSecretName(secret))
 	})
+	s.Read, s.Write = t.paths("read"), t.paths("write")
 	s.URL = t.url("url")
 	s.Headers = t.headers("headers")
 	s.Tools = t.globs("tools")
@@ -318,7 +333,7 @@ func (t *table) exclusive(s Server) {
 	case t.has("command") && t.has("url"):
 		t.fail("url", "server %q has both command and url: it must have one", s.Name)
 	case t.has("url"):
-		for _, key := range []string{"args", "env", "secrets"} {
+		for _, key := range []string{"args", "env", "secrets", "read", "write"} {
 			if t.has(key) {
 				t.doc.fail(t.keyAt(key), "%s belongs to a server with a command; a server with a url takes headers", key)
 			}
@@ -338,6 +353,20 @@ func (t *table) exclusive(s Server) {
 	default:
 		t.doc.fail(s.Position, "server %q has neither command nor url: it must have one", s.Name)
 	}
+}
+
+// paths are clean absolute paths below the root.
+func (t *table) paths(key string) []string {
+	list := t.texts(key)
+	if len(list) > maxPaths {
+		t.fail(key, "%s has %d entries, more than %d", key, len(list), maxPaths)
+	}
+	for i, p := range list {
+		if !filepath.IsAbs(p) || filepath.Clean(p) != p || p == "/" || strings.ContainsRune(p, 0) {
+			t.doc.fail(t.elementAt(key, i), "%s: %q is not valid: use an absolute path below / without .. or a slash at its end", key, p)
+		}
+	}
+	return list
 }
 
 func (t *table) url(key string) string {

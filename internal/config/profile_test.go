@@ -54,7 +54,7 @@ func TestWholeProfile(t *testing.T) {
 	at := func(line, column int) Position { return Position{"/p/work.toml", line, column} }
 	want := Profile{
 		Name: "work", File: "/p/work.toml", Image: "tiny", CPUs: 2, Memory: Size(GiB),
-		Env: map[string]string{"LANG": "C.UTF-8"}, Default: DefaultBlock, DefaultPosition: at(5, 11), RecordBlocked: RecordFull,
+		Env: map[string]string{"LANG": "C.UTF-8"}, Default: DefaultBlock, DefaultPosition: at(5, 11), RecordBlocked: RecordFull, Isolation: IsolationStrict,
 		HTTPAllow: []HostPort{{"127.0.0.1", 8080}, {"::1", 80}, {"intra.example", 443}},
 		Servers: []Server{
 			{
@@ -184,7 +184,7 @@ func TestAllMistakesOfAFileAreToldInOrder(t *testing.T) {
 func TestMissingDefaultProfileIsBuiltIn(t *testing.T) {
 	h := openHome(t)
 	got, err := LoadProfile(h, DefaultProfile)
-	want := Profile{Name: "default", CPUs: 1, Memory: Size(512 * MiB), Default: DefaultAllow, RecordBlocked: RecordDigest}
+	want := Profile{Name: "default", CPUs: 1, Memory: Size(512 * MiB), Default: DefaultAllow, RecordBlocked: RecordDigest, Isolation: IsolationStrict}
 	if diff := cmp.Diff(want, got); diff != "" || err != nil {
 		t.Error(diff, err)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"sync"
 	"syscall"
@@ -73,13 +74,14 @@ func Start(ctx context.Context, executable string) (*Client, error) {
 	}
 }
 
-// Isolation says how process trees are held together: PIDNamespace, or
-// "subreaper: " and why there are no namespaces.
+// Isolation says how programs are confined: it begins with Strict or Weak, and
+// says what is missing on this host.
 func (c *Client) Isolation() string { return c.isolation }
 
-// Start starts cmd under profile. It returns once the program runs. ctx bounds
-// the start alone. cmd.Attr must be nil. The errors are those of child.Start.
-func (c *Client) Start(ctx context.Context, profile Profile, cmd child.Command) (*Process, error) {
+// Start starts cmd in a jail. It returns once the program runs. ctx bounds the
+// start alone. cmd.Attr must be nil. The errors are those of child.Start, and
+// one that says what of the jail this host does not have.
+func (c *Client) Start(ctx context.Context, jail Jail, cmd child.Command) (*Process, error) {
 	if cmd.Attr != nil {
 		return nil, fmt.Errorf("starting %s: process attributes are the profile's", cmd.Path)
 	}
@@ -95,7 +97,8 @@ func (c *Client) Start(ctx context.Context, profile Profile, cmd child.Command) 
 		}
 	}
 	req := &startRequest{
-		Profile: profile, Path: []byte(cmd.Path), Args: toBytes(cmd.Args), Env: toBytes(cmd.Env), Dir: []byte(cmd.Dir),
+		Profile: jail.Profile, Weak: jail.Weak, KVM: jail.KVM, Read: toBytes(jail.Read), Write: toBytes(jail.Write),
+		Path: []byte(cmd.Path), Args: toBytes(cmd.Args), Env: toBytes(cmd.Env), Dir: []byte(cmd.Dir),
 	}
 	if err := req.check(len(files)); err != nil {
 		return nil, fmt.Errorf("starting %s: %w", cmd.Path, err)
@@ -163,11 +166,11 @@ func (c *Client) read(ready chan<- hello) {
 			case ready <- *m.Hello:
 			default: // said twice: nobody needs it
 			}
-		case m.Started != nil && len(files) == 1:
-			c.started(m.Started, files[0])
+		case m.Started != nil && len(files) > 0:
+			c.started(m.Started, files[0], files[1:])
 			files = nil
 		case m.Started != nil:
-			c.started(m.Started, nil)
+			c.started(m.Started, nil, nil)
 		case m.Exited != nil:
 			c.exited(m.Exited)
 		}
@@ -175,8 +178,9 @@ func (c *Client) read(ready chan<- hello) {
 	}
 }
 
-// started settles a start request. It owns pidfd.
-func (c *Client) started(s *started, pidfd *os.File) {
+// started settles a start request. It owns pidfd and the listener in more.
+func (c *Client) started(s *started, pidfd *os.File, more []*os.File) {
+	defer closeAll(more)
 	c.mu.Lock()
 	call := c.pending[s.ID]
 	delete(c.pending, s.ID)
@@ -191,6 +195,11 @@ func (c *Client) started(s *started, pidfd *os.File) {
 		return
 	}
 	p := &Process{client: c, id: s.ID, pid: s.PID, path: call.path, pidfd: pidfd, done: make(chan struct{})}
+	if len(more) == 1 {
+		// The descriptor is a copy of our own init's: when it is no listener, there
+		// is no proxy, and the program has no way out.
+		p.proxy, _ = net.FileListener(more[0])
+	}
 	c.running[s.ID] = p
 	dropped := call.dropped
 	c.mu.Unlock()
@@ -271,12 +280,19 @@ type Process struct {
 	id     uint64
 	pid    int
 	path   string
+	proxy  net.Listener  // nil if the profile has none
 	done   chan struct{} // closed after err is set
 	err    error
 
 	mu    sync.Mutex
 	pidfd *os.File // nil once it has ended
 }
+
+// Proxy is the listener at ProxyAddress inside the program's network, of which
+// this process accepts the connections; they are all that the program can reach.
+// It is nil if the profile has another network. It is closed when the program has
+// ended; whoever closes it before cuts the program off.
+func (p *Process) Proxy() net.Listener { return p.proxy }
 
 // PID is the id of the program's init in the host's numbering.
 func (p *Process) PID() int { return p.pid }
@@ -371,6 +387,9 @@ func (p *Process) end(err error) {
 	closeAll([]*os.File{p.pidfd})
 	p.pidfd = nil
 	p.mu.Unlock()
+	if p.proxy != nil {
+		_ = p.proxy.Close() // a second close is no failure
+	}
 	p.err = err
 	close(p.done)
 }

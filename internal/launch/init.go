@@ -10,8 +10,6 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/capsem/capsem/internal/child"
 )
 
 // forwarded are the signals that an init passes on to its program's group.
@@ -31,7 +29,8 @@ func forwarded() []os.Signal {
 // It must be called from main's goroutine, and the process exit with what it
 // returns.
 func Init(stderr io.Writer) int {
-	// The program's parent-death signal follows the thread that forks it.
+	// becomeSubreaper is for the thread that was told to die with its parent: the
+	// process's first, on which main is as long as nothing has blocked.
 	runtime.LockOSThread()
 	code, err := runInit()
 	if err != nil {
@@ -53,14 +52,20 @@ func runInit() (int, error) {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals, forwarded()...)
 
-	proc, note, err := startProgram(req, files)
+	b, err := build(req)
+	if err != nil {
+		closeAll(files)
+		return 1, sock.send(message{Started: failure(req.ID, err)})
+	}
+	proc, err := b.start(req, files)
 	closeAll(files)
 	if err != nil {
 		return 1, sock.send(message{Started: failure(req.ID, err)})
 	}
-	if err := sock.send(message{Started: &started{ID: req.ID, Note: note}}); err != nil {
+	if err := sock.send(message{Started: &started{ID: req.ID, Note: b.note}}, b.passed...); err != nil {
 		return 1, errors.Join(err, tearDown(req))
 	}
+	closeAll(b.passed)
 	// Both goroutines end with the process, which is about to end whenever
 	// this function returns.
 	go forward(signals, proc.Pid)
@@ -94,30 +99,6 @@ func receiveStart(sock *socket) (*startRequest, []*os.File, error) {
 		return nil, nil, err
 	}
 	return m.Start, files, nil
-}
-
-// startProgram prepares this process as the profile wants it and forks the
-// program. note says what was not possible and is not required.
-func startProgram(req *startRequest, files []*os.File) (proc *os.Process, note string, err error) {
-	if req.Namespace {
-		if err := mountProc(); err != nil {
-			note = err.Error()
-		}
-	} else if err := becomeSubreaper(); err != nil {
-		return nil, "", err
-	}
-	conf, err := req.Profile.confinement()
-	if err != nil {
-		return nil, "", err
-	}
-	if err := conf.apply(); err != nil {
-		return nil, "", err
-	}
-	proc, err = child.Fork(child.Command{
-		Path: string(req.Path), Args: toStrings(req.Args), Env: toStrings(req.Env), Dir: string(req.Dir),
-		Stdin: files[0], Stdout: files[1], Stderr: files[2], Files: files[3:],
-	})
-	return proc, note, err
 }
 
 // becomeSubreaper makes this process the one that inherits what its descendants

@@ -10,57 +10,104 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/confine"
 )
 
-// PIDNamespace is what Isolation says when each program runs in a pid namespace
-// of its own. Otherwise it says "subreaper: " and the reason.
-const PIDNamespace = "pid-namespace"
+// What Isolation begins with.
+const (
+	// Strict says that every program is in a jail of namespaces, with a file tree
+	// of its own. What the kernel's Landlock is too old for comes after it.
+	Strict = "strict"
+	// Weak says that the host has no namespaces for us, and why. Programs whose
+	// Jail accepts that are held by Landlock rules, a system call filter and a
+	// subreaper; others are not started.
+	Weak = "weak"
+)
+
+// jailUser is who a program is in its user namespace: nobody with any right. On
+// the host it is the user who runs the launcher.
+const jailUser = 1000
 
 // isolation is how process trees are held together.
 type isolation struct {
 	// attr starts an init in its namespaces, nil where there are none.
 	attr *syscall.SysProcAttr
 	name string
+	// missing is why attr is nil, with the setting to change.
+	missing string
 }
+
+// namespaces are those of every jail. The network's comes with the profile.
+const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWCGROUP
 
 // probe finds out what the kernel lets this process do, by doing it: it forks
 // into the namespaces and executes a program that does not exist.
 func probe() isolation {
-	var attempts []*syscall.SysProcAttr
+	attempts := []*syscall.SysProcAttr{userNamespace()}
 	if os.Geteuid() == 0 {
-		attempts = append(attempts, &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWPID | unix.CLONE_NEWNS})
+		attempts = append(attempts, &syscall.SysProcAttr{Cloneflags: namespaces})
 	}
-	attempts = append(attempts, userNamespace())
-
 	var reasons []string
 	for _, attr := range attempts {
 		err := tryNamespaces(*attr)
 		if err == nil {
-			return isolation{attr: attr, name: PIDNamespace}
+			return isolation{attr: attr, name: Strict + landlock(": ")}
 		}
 		reasons = append(reasons, err.Error())
 	}
-	return isolation{name: "subreaper: " + strings.Join(reasons, "; ")}
+	missing := strings.Join(reasons, "; ")
+	if setting := confine.WhyNoNamespaces(); setting != "" {
+		missing += "; " + setting
+	}
+	return isolation{name: Weak + ": " + missing + landlock("; "), missing: missing}
 }
 
-// userNamespace maps the user and group to themselves, so that files belong to
-// whom they belong outside. Only the init gets to use the namespace's
-// capabilities: it clears them before it starts its program.
+// landlock is what is to be said of the kernel's Landlock, after sep.
+func landlock(sep string) string {
+	if loss := confine.LandlockLoss(confine.LandlockABI()); loss != "" {
+		return sep + loss
+	}
+	return ""
+}
+
+// userNamespace maps one user and group to those of this process. Only the init
+// gets to use the namespace's capabilities: the thread that starts the program
+// has given them up.
 func userNamespace() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{
-		Cloneflags:  unix.CLONE_NEWUSER | unix.CLONE_NEWPID | unix.CLONE_NEWNS,
-		UidMappings: []syscall.SysProcIDMap{{ContainerID: os.Geteuid(), HostID: os.Geteuid(), Size: 1}},
-		GidMappings: []syscall.SysProcIDMap{{ContainerID: os.Getegid(), HostID: os.Getegid(), Size: 1}},
-		AmbientCaps: []uintptr{unix.CAP_SYS_ADMIN},
+		Cloneflags:  unix.CLONE_NEWUSER | namespaces,
+		UidMappings: []syscall.SysProcIDMap{{ContainerID: jailUser, HostID: os.Geteuid(), Size: 1}},
+		GidMappings: []syscall.SysProcIDMap{{ContainerID: jailUser, HostID: os.Getegid(), Size: 1}},
+		AmbientCaps: []uintptr{unix.CAP_SYS_ADMIN, unix.CAP_SETPCAP, unix.CAP_NET_ADMIN},
 	}
 }
 
-// tryNamespaces returns why a process cannot be started with attr.
+// with is attr for a program with such a network.
+func (i isolation) with(n network) *syscall.SysProcAttr {
+	if i.attr == nil {
+		return nil
+	}
+	attr := *i.attr
+	if n != hostNetwork {
+		attr.Cloneflags |= unix.CLONE_NEWNET
+	}
+	return &attr
+}
+
+// tryNamespaces returns why a process cannot be started with attr and a network
+// of its own.
 func tryNamespaces(attr syscall.SysProcAttr) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	attr.Pdeathsig = syscall.SIGKILL
-	_, err := os.StartProcess("", []string{"probe"}, &os.ProcAttr{Env: []string{}, Sys: &attr})
+	attr.Cloneflags |= unix.CLONE_NEWNET
+	var err error
+	if dumpErr := dumpable(func() {
+		_, err = os.StartProcess("", []string{"probe"}, &os.ProcAttr{Env: []string{}, Sys: &attr})
+	}); dumpErr != nil {
+		return dumpErr
+	}
 	var pathErr *os.PathError
 	if errors.As(err, &pathErr) {
 		err = pathErr.Err
@@ -68,20 +115,27 @@ func tryNamespaces(attr syscall.SysProcAttr) error {
 	if errors.Is(err, syscall.ENOENT) {
 		return nil // it came as far as the exec
 	}
-	kind := "pid and mount namespaces"
+	kind := "namespaces"
 	if attr.Cloneflags&unix.CLONE_NEWUSER != 0 {
-		kind = "user, pid and mount namespaces"
+		kind = "user namespaces"
 	}
 	return fmt.Errorf("%s: %w", kind, err)
 }
 
-// mountProc gives the namespace a /proc that shows its own processes alone.
-func mountProc() error {
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
-		return fmt.Errorf("detaching mounts: %w", err)
+// dumpable runs fork while this process is dumpable. The child of one that is
+// not belongs to root in /proc, where its parent has to write the id mappings of
+// a user namespace; it is another program before it does anything.
+func dumpable(fork func()) error {
+	before, err := unix.PrctlRetInt(unix.PR_GET_DUMPABLE, 0, 0, 0, 0)
+	if err != nil {
+		return fmt.Errorf("asking whether the process is dumpable: %w", err)
 	}
-	if err := unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil {
-		return fmt.Errorf("mounting /proc: %w", err)
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("making the process dumpable: %w", err)
+	}
+	fork()
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, uintptr(before), 0, 0, 0); err != nil {
+		return fmt.Errorf("making the process undumpable: %w", err)
 	}
 	return nil
 }

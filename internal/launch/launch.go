@@ -4,16 +4,23 @@
 // The per-VM process starts the launcher (`capsemd launch`, Serve) before it
 // does anything else, and asks it for every program from then on, through a
 // socketpair that only these two hold. The launcher starts each program below an
-// init of ours (`capsemd launch-init`, Init). Where the kernel lets us, that init
-// is process 1 of a new pid namespace: when it dies, the kernel kills everything
-// in the namespace, whatever sessions and double forks there are. It dies with
-// the launcher, and the launcher with the per-VM process.
+// init of ours (`capsemd launch-init`, Init), which is process 1 of new
+// namespaces: user, mount, pid, ipc, uts, cgroup, and network where the profile
+// says so. When it dies, the kernel kills everything in the pid namespace,
+// whatever sessions and double forks there are. It dies with the launcher, and
+// the launcher with the per-VM process.
 //
-// Where namespaces are refused, the init is a child subreaper instead: what loses
+// The init builds the jail that the program's Profile describes, with package
+// confine: a file tree with nothing in it but what the program needs, resource
+// limits, no capabilities, no_new_privs, Landlock rules, a system call filter.
+// They bind the program and whatever it starts from its first instruction on.
+//
+// Where namespaces are refused, a program is started only if its Jail accepts
+// Weak: there is no file tree then, and the init is a child subreaper: what loses
 // its parent becomes the init's child, and the init kills all its descendants
-// when its program ends or when its line to the launcher breaks. That is weaker,
-// since a program that forks faster than it is killed, or that kills the init,
-// can escape; Client.Isolation says which of the two holds, and why.
+// when its program ends or when its line to the launcher breaks. A program that
+// forks faster than it is killed, or that kills the init, can escape, and the
+// network is the host's. Client.Isolation says which of the two holds, and why.
 //
 // Descriptors travel by SCM_RIGHTS. A program has 0, 1, 2 and the files that it
 // was given, the environment that it was given, and nothing else.
@@ -59,8 +66,9 @@ type message struct {
 	Hello *hello `json:"hello,omitempty"`
 	// Start comes with the descriptors of the program: 0, 1, 2, 3, ...
 	Start *startRequest `json:"start,omitempty"`
-	// Started answers Start. From the launcher it comes with a pidfd, unless
-	// it is an error.
+	// Started answers Start, unless with an error: from an init with the
+	// listener of the program's proxy if it has one, from the launcher with a
+	// pidfd ahead of that.
 	Started *started `json:"started,omitempty"`
 	// Kill ends a program and everything below it.
 	Kill *kill `json:"kill,omitempty"`
@@ -76,12 +84,16 @@ type hello struct {
 type startRequest struct {
 	ID      uint64   `json:"id"`
 	Profile Profile  `json:"profile"`
+	Weak    bool     `json:"weak,omitempty"`
+	KVM     bool     `json:"kvm,omitempty"`
+	Read    [][]byte `json:"read,omitempty"`
+	Write   [][]byte `json:"write,omitempty"`
 	Path    []byte   `json:"path"`
 	Args    [][]byte `json:"args"`
 	Env     [][]byte `json:"env"`
 	Dir     []byte   `json:"dir"`
-	// Namespace tells the init that it is process 1 of a pid namespace; the
-	// client leaves it unset.
+	// Namespace tells the init that it is process 1 of namespaces of its own;
+	// the client leaves it unset.
 	Namespace bool `json:"namespace,omitempty"`
 }
 
@@ -141,9 +153,13 @@ func toBytes(in []string) [][]byte {
 	return out
 }
 
+func (r *startRequest) jail() Jail {
+	return Jail{Profile: r.Profile, Weak: r.Weak, KVM: r.KVM, Read: toStrings(r.Read), Write: toStrings(r.Write)}
+}
+
 // check refuses a request that no client of ours makes.
 func (r *startRequest) check(files int) error {
-	if _, err := r.Profile.confinement(); err != nil {
+	if err := r.jail().check(); err != nil {
 		return err
 	}
 	if files < 3 || files > MaxFiles {

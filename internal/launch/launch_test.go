@@ -12,7 +12,6 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -86,7 +85,7 @@ func playOwner() error {
 		return err
 	}
 	for range 2 {
-		if _, err := client.Start(context.Background(), launch.Aggregator, program("tree", os.Stdout)); err != nil {
+		if _, err := client.Start(context.Background(), jail(), program("tree", os.Stdout)); err != nil {
 			return err
 		}
 	}
@@ -97,7 +96,7 @@ func playOwner() error {
 // playTree starts a daemon: a grandchild in a session of its own whose parent is
 // gone.
 func playTree() error {
-	daemon := exec.Command("/bin/sh", "-c", `setsid "$0" play sleeper & exit 0`, executable())
+	daemon := exec.Command("/bin/sh", "-c", `setsid "$0" play sleeper & exit 0`, self())
 	daemon.Stdout = os.Stdout
 	if err := daemon.Start(); err != nil {
 		return err
@@ -106,9 +105,6 @@ func playTree() error {
 	forever()
 	return nil
 }
-
-// executable is a name for this program that holds in other processes too.
-func executable() string { return "/proc/" + strconv.Itoa(os.Getpid()) + "/exe" }
 
 func playFDs() error {
 	entries, err := os.ReadDir("/proc/self/fd")
@@ -132,8 +128,20 @@ func playRefused() error {
 			return err
 		}
 	}
-	return unix.Exec("/proc/self/exe", rerunArgs(), os.Environ())
+	return unix.Exec(self(), rerunArgs(), os.Environ())
 }
+
+// self is this program's path, which jails show.
+func self() string {
+	path, err := os.Executable()
+	if err != nil {
+		panic(err) // /proc is not there
+	}
+	return path
+}
+
+// jail is one for programs of all kinds, also where the host has no namespaces.
+func jail() launch.Jail { return launch.Jail{Profile: launch.Aggregator, Weak: true} }
 
 // forever blocks in a way that the runtime does not take for a deadlock.
 func forever() {
@@ -143,7 +151,7 @@ func forever() {
 }
 
 func program(role string, stdout *os.File) child.Command {
-	return child.Command{Path: "/proc/self/exe", Args: []string{"play", role}, Stdout: stdout, Stderr: os.Stderr, Env: []string{"PATH=/usr/bin:/bin"}}
+	return child.Command{Path: self(), Args: []string{"play", role}, Stdout: stdout, Stderr: os.Stderr, Env: []string{"PATH=/usr/bin:/bin"}}
 }
 
 func newClient(t *testing.T) *launch.Client {
@@ -170,7 +178,7 @@ func run(t *testing.T, client *launch.Client, role string, files ...*os.File) (*
 	t.Cleanup(func() { _ = r.Close() }) // read side
 	cmd := program(role, w)
 	cmd.Files = files
-	p, err := client.Start(t.Context(), launch.Aggregator, cmd)
+	p, err := client.Start(t.Context(), jail(), cmd)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -239,7 +247,7 @@ func TestKillTakesTheWholeTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	gone(t, out)
-	want := &child.ExitError{Program: "/proc/self/exe", Code: -1, Signal: syscall.SIGKILL}
+	want := &child.ExitError{Program: self(), Code: -1, Signal: syscall.SIGKILL}
 	if diff := cmp.Diff(error(want), p.Wait()); diff != "" {
 		t.Error(diff)
 	}
@@ -271,7 +279,7 @@ func TestTheTreeGoesWhenItsProgramEnds(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = r.Close() }() // read side
-	p, err := client.Start(t.Context(), launch.Builtin, child.Command{
+	p, err := client.Start(t.Context(), jail(), child.Command{
 		Path: "/bin/sh", Args: []string{"-c", "setsid sleep 1000 & exit 3"}, Stdout: w, Env: []string{"PATH=/usr/bin:/bin"},
 	})
 	if err := errors.Join(err, w.Close()); err != nil {
@@ -294,7 +302,7 @@ func TestCloseTakesEverything(t *testing.T) {
 	if err := p.Wait(); err == nil {
 		t.Error("its end looks like an orderly one")
 	}
-	if _, err := client.Start(t.Context(), launch.VMM, program("env", nil)); err == nil {
+	if _, err := client.Start(t.Context(), jail(), program("env", nil)); err == nil {
 		t.Error("something was started after Close")
 	}
 }
@@ -306,7 +314,7 @@ func TestStopAsksFirst(t *testing.T) {
 	if err := p.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if diff := cmp.Diff(error(&child.ExitError{Program: "/proc/self/exe", Code: 5}), p.Wait()); diff != "" {
+	if diff := cmp.Diff(error(&child.ExitError{Program: self(), Code: 5}), p.Wait()); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -334,7 +342,7 @@ func TestWaitGivesTheProgramsStatus(t *testing.T) {
 		{"exit 7", &child.ExitError{Program: "/bin/sh", Code: 7}},
 		{"kill -11 $$", &child.ExitError{Program: "/bin/sh", Code: -1, Signal: syscall.SIGSEGV}},
 	} {
-		p, err := client.Start(t.Context(), launch.VMM, child.Command{Path: "/bin/sh", Args: []string{"-c", test.script}})
+		p, err := client.Start(t.Context(), launch.Jail{Profile: launch.VMM, Weak: true}, child.Command{Path: "/bin/sh", Args: []string{"-c", test.script}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -386,7 +394,7 @@ func TestWhatCannotBeStartedIsExplained(t *testing.T) {
 		{"too many files", launch.VMM, child.Command{Path: "/bin/true", Files: make([]*os.File, launch.MaxFiles-2)}, "65 descriptors, want 3 to 64", nil},
 		{"attributes", launch.VMM, child.Command{Path: "/bin/true", Attr: &syscall.SysProcAttr{}}, "process attributes are the profile's", nil},
 	} {
-		_, err := client.Start(t.Context(), test.profile, test.cmd)
+		_, err := client.Start(t.Context(), launch.Jail{Profile: test.profile, Weak: true}, test.cmd)
 		if err == nil || !strings.Contains(err.Error(), test.want) {
 			t.Errorf("%s: got %v, want %q in it", test.name, err, test.want)
 		}
@@ -394,7 +402,7 @@ func TestWhatCannotBeStartedIsExplained(t *testing.T) {
 			t.Errorf("%s: %v does not match %v", test.name, err, test.match)
 		}
 	}
-	p, err := client.Start(t.Context(), launch.VMM, child.Command{Path: "/bin/true"})
+	p, err := client.Start(t.Context(), launch.Jail{Profile: launch.VMM, Weak: true}, child.Command{Path: "/bin/true"})
 	if err != nil {
 		t.Fatalf("after all that: %v", err)
 	}
@@ -406,7 +414,7 @@ func TestWhatCannotBeStartedIsExplained(t *testing.T) {
 func TestNothingIsLeakedByManyStarts(t *testing.T) {
 	client := newClient(t)
 	cycle := func() {
-		p, err := client.Start(t.Context(), launch.Builtin, child.Command{Path: "/bin/true"})
+		p, err := client.Start(t.Context(), jail(), child.Command{Path: "/bin/true"})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -458,10 +466,10 @@ func TestIsolationIsWhatItSays(t *testing.T) {
 		t.Errorf("isolation %q, want %q", client.Isolation(), want)
 	}
 	t.Logf("isolation: %s", client.Isolation())
-	if client.Isolation() != launch.PIDNamespace {
+	if !strings.HasPrefix(client.Isolation(), launch.Strict) {
 		return
 	}
-	p, err := client.Start(t.Context(), launch.Builtin, child.Command{
+	p, err := client.Start(t.Context(), jail(), child.Command{
 		Path: "/bin/sh", Args: []string{"-c", "set -- /proc/[0-9]*; exec test $# -eq 2"},
 	})
 	if err != nil {
@@ -476,6 +484,29 @@ func rerunArgs() []string {
 	return []string{"rerun", "-test.run=^Test", "-test.skip=^TestTheSuite|^TestNothingIsLeaked", "-test.timeout=2m"}
 }
 
+// copyOfSelf is this program where every user can reach it.
+func copyOfSelf(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "launch-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	data, err := os.ReadFile(self())
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "launch.test")
+	if err := errors.Join(os.Chmod(dir, 0o755), os.WriteFile(path, data, 0o755)); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
 // rerun runs this suite in a process with other rights.
 func rerun(t *testing.T, attr *syscall.SysProcAttr, isolation string, args []string) {
 	t.Helper()
@@ -488,7 +519,7 @@ func rerun(t *testing.T, attr *syscall.SysProcAttr, isolation string, args []str
 		t.Fatal(err)
 	}
 	p, err := child.Start(t.Context(), child.Command{
-		Path: "/proc/self/exe", Args: args, Dir: "/", Stdout: out, Stderr: out, Attr: attr,
+		Path: copyOfSelf(t), Args: args, Dir: "/", Stdout: out, Stderr: out, Attr: attr,
 		Env: []string{"PATH=/usr/bin:/bin", wantIsolation + "=" + isolation},
 	})
 	if err := errors.Join(err, out.Close()); err != nil {
@@ -502,7 +533,7 @@ func rerun(t *testing.T, attr *syscall.SysProcAttr, isolation string, args []str
 
 func TestTheSuitePassesAsAnOrdinaryUser(t *testing.T) {
 	attr := &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	rerun(t, attr, launch.PIDNamespace, rerunArgs()[1:])
+	rerun(t, attr, launch.Strict, rerunArgs()[1:])
 }
 
 func TestTheSuitePassesWhereNamespacesAreRefused(t *testing.T) {
@@ -511,5 +542,5 @@ func TestTheSuitePassesWhereNamespacesAreRefused(t *testing.T) {
 		UidMappings: []syscall.SysProcIDMap{{Size: 1}},
 		GidMappings: []syscall.SysProcIDMap{{Size: 1}},
 	}
-	rerun(t, attr, "subreaper: pid and mount namespaces: no space left on device", []string{"play", "refused"})
+	rerun(t, attr, launch.Weak+": user namespaces: no space left on device", []string{"play", "refused"})
 }

@@ -99,6 +99,9 @@ func (s *server) accept(req *startRequest, files []*os.File) error {
 	if err := req.check(len(files)); err != nil {
 		return fmt.Errorf("refusing to start %s: %w", req.Path, err)
 	}
+	if s.isolation.attr == nil && !req.Weak {
+		return fmt.Errorf("refusing to start %s: this host has no jail for it: %s; `isolation = \"weak\"` in the profile accepts less", req.Path, s.isolation.missing)
+	}
 	t, err := s.fork(req)
 	if err != nil {
 		return err
@@ -122,11 +125,18 @@ func (s *server) fork(req *startRequest) (*tree, error) {
 	if err != nil {
 		return nil, err
 	}
-	init, err := child.Start(context.Background(), child.Command{
-		Path: "/proc/self/exe", Args: []string{InitCommand}, Dir: "/",
-		Stderr: os.Stderr, Files: []*os.File{theirs}, Attr: s.isolation.attr,
+	conf, err := req.Profile.confinement()
+	if err != nil {
+		return nil, errors.Join(err, theirs.Close(), line.close())
+	}
+	var init *child.Process
+	dumpErr := dumpable(func() {
+		init, err = child.Start(context.Background(), child.Command{
+			Path: "/proc/self/exe", Args: []string{InitCommand}, Dir: "/",
+			Stderr: os.Stderr, Files: []*os.File{theirs}, Attr: s.isolation.with(conf.network),
+		})
 	})
-	if err := errors.Join(err, theirs.Close()); err != nil {
+	if err := errors.Join(err, dumpErr, theirs.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("starting an init for %s: %w", req.Path, err), line.close())
 	}
 	t := &tree{init: init, line: line}
@@ -137,7 +147,7 @@ func (s *server) fork(req *startRequest) (*tree, error) {
 // run sees one program from its start to the end of its tree.
 func (s *server) run(t *tree, req *startRequest, files []*os.File) {
 	req.Namespace = s.isolation.attr != nil
-	reply, pidfd, err := t.start(req, files)
+	reply, passed, err := t.start(req, files)
 	closeAll(files)
 	if err != nil {
 		s.end(t, req.ID)
@@ -147,24 +157,29 @@ func (s *server) run(t *tree, req *startRequest, files []*os.File) {
 	if reply.Note != "" {
 		s.log.Info("program runs without part of its isolation", "program", string(req.Path), "reason", reply.Note)
 	}
-	s.tell(message{Started: &started{ID: req.ID, PID: t.init.PID()}}, pidfd)
-	closeAll([]*os.File{pidfd})
+	s.tell(message{Started: &started{ID: req.ID, PID: t.init.PID()}}, passed...)
+	closeAll(passed)
 
 	report := t.await(req.ID)
 	s.end(t, req.ID)
 	s.tell(message{Exited: report})
 }
 
-// start hands the request to the init, which answers when the program runs.
-func (t *tree) start(req *startRequest, files []*os.File) (*started, *os.File, error) {
+// start hands the request to the init, which answers when the program runs. It
+// returns a pidfd of the init and what the init passed on.
+func (t *tree) start(req *startRequest, files []*os.File) (reply *started, passed []*os.File, err error) {
 	if err := t.line.send(message{Start: req}, files...); err != nil {
 		return nil, nil, err
 	}
 	if err := t.line.conn.SetReadDeadline(time.Now().Add(initWait)); err != nil {
 		return nil, nil, err
 	}
-	m, extra, err := t.line.receive()
-	closeAll(extra)
+	m, passed, err := t.line.receive()
+	defer func() {
+		if err != nil {
+			closeAll(passed)
+		}
+	}()
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, nil, fmt.Errorf("starting %s: its init did not answer within %s", req.Path, initWait)
@@ -182,7 +197,7 @@ func (t *tree) start(req *startRequest, files []*os.File) (*started, *os.File, e
 	if err != nil {
 		return nil, nil, fmt.Errorf("starting %s: its init died: %w", req.Path, err)
 	}
-	return m.Started, pidfd, nil
+	return m.Started, append([]*os.File{pidfd}, passed...), nil
 }
 
 // await blocks until the program has ended and returns how.

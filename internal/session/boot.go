@@ -192,9 +192,11 @@ func (s *Session) identity() guest.Options {
 func (s *Session) backend(ctx context.Context, img *image.Image) (vm.Backend, []string, error) {
 	c := qemu.Config{
 		Path: s.opts.Env.Get("PATH"), Log: s.log,
-		Start: func(ctx context.Context, cmd child.Command) (qemu.Process, error) {
-			return s.launcher.Start(ctx, launch.VMM, cmd)
-		},
+	}
+	c.Start = func(ctx context.Context, cmd child.Command) (qemu.Process, error) {
+		return s.launcher.Start(ctx, launch.Jail{
+			Profile: launch.VMM, KVM: c.Accelerator != qemu.TCG, Weak: s.profile.Isolation == config.IsolationWeak,
+		}, cmd)
 	}
 	var notes []string
 	c.Accelerator = s.record.Spec.Accelerator

@@ -92,13 +92,21 @@ func (s *Session) startServers(ctx context.Context, undo *closers) (err error) {
 	undo.add(func() error { set.close(); return nil })
 
 	everything := func(string) bool { return true }
-	definitions := []definition{{toolproto.Server{Name: config.BuiltinServer}, "capsem-builtin", launch.Builtin, everything}}
+	weak := s.profile.Isolation == config.IsolationWeak
+	definitions := []definition{{
+		toolproto.Server{Name: config.BuiltinServer}, "capsem-builtin", launch.Jail{Profile: launch.Builtin, Weak: weak}, everything,
+	}}
 	for _, declared := range s.profile.Servers {
 		def, err := s.define(declared)
 		if err != nil {
 			return err
 		}
-		definitions = append(definitions, definition{def, "capsem-aggregator", launch.Aggregator, declared.Offers})
+		jail, err := s.jail(declared, def)
+		if err != nil {
+			return err
+		}
+		jail.Weak = weak
+		definitions = append(definitions, definition{def, "capsem-aggregator", jail, declared.Offers})
 	}
 	for _, d := range definitions {
 		set.list = append(set.list, &server{name: d.server.Name, offers: d.offers, first: make(chan struct{}), started: make(chan struct{})})
@@ -114,13 +122,13 @@ func (s *Session) startServers(ctx context.Context, undo *closers) (err error) {
 type definition struct {
 	server  toolproto.Server
 	program string
-	jail    launch.Profile
+	jail    launch.Jail
 	offers  func(tool string) bool
 }
 
 // serverVariables are what an external server gets of our environment; the rest
 // is declared in the profile.
-var serverVariables = []string{"HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
+var serverVariables = []string{"LANG", "LOGNAME", "PATH", "SHELL", "TERM", "USER"}
 
 // define puts a server's declaration and its secrets together.
 func (s *Session) define(c config.Server) (toolproto.Server, error) {
@@ -142,7 +150,7 @@ func (s *Session) define(c config.Server) (toolproto.Server, error) {
 	if c.Command == "" {
 		return def, nil
 	}
-	env := map[string]string{}
+	env := map[string]string{"HOME": s.opts.Home.ServerHome(s.record.ID, c.Name)}
 	for _, name := range serverVariables {
 		if value, set := s.opts.Env(name); set {
 			env[name] = value
@@ -162,6 +170,29 @@ func (s *Session) define(c config.Server) (toolproto.Server, error) {
 		def.Env = append(def.Env, toolproto.EnvVar{Name: name, Value: []byte(value)})
 	}
 	return def, nil
+}
+
+// jail is what a server's jail shows beside the system's programs.
+func (s *Session) jail(c config.Server, def toolproto.Server) (launch.Jail, error) {
+	j := launch.Jail{Profile: launch.Aggregator}
+	if c.Command == "" {
+		return j, nil
+	}
+	home := s.opts.Home.ServerHome(s.record.ID, c.Name)
+	if err := makeServerHome(home); err != nil {
+		return j, fmt.Errorf("making a home for server %s: %w", c.Name, err)
+	}
+	var env []string
+	for _, v := range def.Env {
+		env = append(env, v.Name+"="+string(v.Value))
+	}
+	private := []string{s.opts.Home.Root()}
+	if user := s.opts.Env.Get("HOME"); user != "" {
+		private = append(private, user)
+	}
+	j.Read = existing(append(visible(c, env, private), c.Read...))
+	j.Write = append(existing(c.Write), home)
+	return j, nil
 }
 
 // start begins to keep a server's process running.
