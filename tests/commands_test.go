@@ -45,7 +45,7 @@ func commands() map[string]func(ts *testscript.TestScript, neg bool, args []stri
 	}
 }
 
-func usage(ts *testscript.TestScript, neg bool, ok bool, text string) {
+func usage(ts *testscript.TestScript, neg, ok bool, text string) {
 	if neg || !ok {
 		ts.Fatalf("usage: %s", text)
 	}

@@ -167,29 +167,22 @@ func (h *home) belonging() ([]process, error) {
 	return slices.DeleteFunc(all, func(p process) bool { return p.pid == os.Getpid() || !p.mentions(h.root) }), nil
 }
 
-// find returns the one process of a role: of the VM called name, or of the
-// service if name is "".
+// find returns the one process of a role, and all that descends from it: of the VM
+// called name, or of all that belong to the home if name is "".
 func (h *home) find(role, name string) (process, []process, error) {
 	var none process
 	all, err := processes()
 	if err != nil {
 		return none, nil, err
 	}
-	within := all
-	if name == "" {
-		if within, err = h.belonging(); err != nil {
+	within, err := h.belonging()
+	if err != nil {
+		return none, nil, err
+	}
+	if name != "" {
+		if within, err = h.processesOf(name, all); err != nil {
 			return none, nil, err
 		}
-	} else {
-		vm, err := h.vm(name)
-		if err != nil {
-			return none, nil, err
-		}
-		i := slices.IndexFunc(all, func(p process) bool { return p.pid == vm.PID })
-		if i < 0 {
-			return none, nil, fmt.Errorf("VM %s has no process %d", name, vm.PID)
-		}
-		within = below(all, all[i])
 	}
 	var found []process
 	for _, p := range within {
@@ -201,6 +194,19 @@ func (h *home) find(role, name string) (process, []process, error) {
 		return none, nil, fmt.Errorf("there are %d processes with the role %q among %v", len(found), role, within)
 	}
 	return found[0], below(all, found[0]), nil
+}
+
+// processesOf are those of a VM.
+func (h *home) processesOf(name string, all []process) ([]process, error) {
+	vm, err := h.vm(name)
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(all, func(p process) bool { return p.pid == vm.PID })
+	if i < 0 {
+		return nil, fmt.Errorf("VM %s has no process %d", name, vm.PID)
+	}
+	return below(all, all[i]), nil
 }
 
 // finish takes the home down and says what of it is left.
@@ -217,7 +223,7 @@ func (h *home) finish() {
 	if err != nil {
 		h.t.Error(err)
 	}
-	held, err := watch(append(before, processesOf(h.last)...))
+	held, err := watch(append(before, unwatched(h.last)...))
 	if err != nil {
 		h.t.Error(err)
 	}
@@ -255,7 +261,7 @@ func (h *home) finish() {
 	}
 }
 
-func processesOf(list []watched) []process {
+func unwatched(list []watched) []process {
 	out := make([]process, len(list))
 	for i, w := range list {
 		out[i] = w.process

@@ -54,7 +54,7 @@ var tinyImages = sync.OnceValues(func() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	defer lock.Close() //nolint:errcheck // nothing is written to it; closing it unlocks
+	defer lock.Close() // nothing is written to it; closing it unlocks
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
 		return "", err
 	}

@@ -13,7 +13,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"sync"
 )
 
 func main() {
@@ -29,16 +28,25 @@ func main() {
 	if *banner {
 		s.line("Welcome to mcpserver!\n\n[info] ready")
 	}
-	if err := s.serve(os.Stdin, *journal); err != nil {
+	err := s.serve(os.Stdin, *journal)
+	switch {
+	case errors.Is(err, errCrash):
+		fmt.Fprintln(os.Stderr, "mcpserver:", err)
+		os.Exit(7)
+	case err != nil:
 		fmt.Fprintln(os.Stderr, "mcpserver:", err)
 		os.Exit(1)
 	}
 }
 
+// errCrash is what the tool crash ends the program with.
+var errCrash = errors.New("out of cheese")
+
 type server struct {
-	mu    sync.Mutex
 	out   *bufio.Writer
 	calls int
+	// failed ends the program.
+	failed error
 }
 
 // message is what comes.
@@ -74,18 +82,16 @@ func (s *server) serve(in io.Reader, journal string) (err error) {
 		if err := json.Unmarshal(text, &m); err != nil {
 			return err
 		}
-		s.answer(m)
+		if s.answer(m); s.failed != nil {
+			return s.failed
+		}
 	}
 }
 
 // line writes one line as it is.
 func (s *server) line(text string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	_, err := s.out.WriteString(text + "\n")
-	if err := errors.Join(err, s.out.Flush()); err != nil {
-		os.Exit(1) // nobody listens any more
-	}
+	s.failed = errors.Join(s.failed, err, s.out.Flush())
 }
 
 func (s *server) result(m message, result string) {
@@ -143,8 +149,7 @@ func (s *server) callTool(m message) {
 	case "count":
 		s.text(m, fmt.Sprint(s.calls))
 	case "crash":
-		fmt.Fprintln(os.Stderr, "mcpserver: out of cheese")
-		os.Exit(7)
+		s.failed = errCrash
 	case "echo":
 		s.text(m, args.Text)
 	case "environ":
