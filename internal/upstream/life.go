@@ -261,7 +261,13 @@ func (l *life) reason(err error) error {
 	l.await(endWait)
 	select {
 	case <-l.ended:
-		if l.endErr != nil {
+		var exit *child.ExitError
+		switch {
+		case errors.As(l.endErr, &exit):
+			// The program's path is the host's affair, and this is told to
+			// whoever called.
+			return errors.New("its process ended: " + exit.Reason())
+		case l.endErr != nil:
 			return fmt.Errorf("its process ended: %w", l.endErr)
 		}
 		return errors.New("its process ended")

@@ -230,10 +230,10 @@ func TestADeathWithoutWordsIsExplainedByItsStatus(t *testing.T) {
 		if _, err := p.conn.Read(); err != nil {
 			return err
 		}
-		return &child.ExitError{Program: "tool", Code: -1, Signal: 9}
+		return &child.ExitError{Program: "/opt/host/tool", Code: -1, Signal: 9}
 	})})
 	_, err := u.Call(t.Context(), "x", nil, time.Minute)
-	wantError(t, err, jsonrpc.CodeInternal, "server fake exited: its process ended: tool: killed by signal 9")
+	wantError(t, err, jsonrpc.CodeInternal, "server fake exited: its process ended: killed by signal 9")
 }
 
 func TestStartsAreRepeatedLaterAndLater(t *testing.T) {
