@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 )
@@ -15,8 +16,17 @@ const connectTimeout = 10 * time.Second
 
 // dialer connects to addresses that it has checked.
 type dialer struct {
-	allow   []string
+	// allowed reports whether an address that is not on the public internet may
+	// be reached all the same, as the one that host stands for.
+	allowed func(host string, a netip.Addr, port string) bool
+	// key is the profile's key that would allow it, for people.
+	key     string
 	resolve func(ctx context.Context, host string) ([]netip.Addr, error)
+}
+
+// system is the resolver where none is given.
+func system(ctx context.Context, host string) ([]netip.Addr, error) {
+	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
 
 // dial resolves, checks every address, and connects to the first that answers.
@@ -34,8 +44,8 @@ func (d *dialer) dial(ctx context.Context, network, address string) (net.Conn, e
 	for _, a := range addrs {
 		if why := private(a); why != "" && !d.allowed(host, a, port) {
 			return nil, &BlockedError{Message: fmt.Sprintf(
-				"%s is %s, %s; such addresses are reachable only when the profile's http_allow names %q",
-				host, a, why, net.JoinHostPort(a.Unmap().String(), port))}
+				"%s is %s, %s; such addresses are reachable only when the profile's %s names %q",
+				host, a, why, d.key, net.JoinHostPort(a.Unmap().String(), port))}
 		}
 	}
 	var failures error
@@ -80,15 +90,15 @@ func numeric(host string) bool {
 	return strings.Trim(last, "0123456789") == ""
 }
 
-func (d *dialer) allowed(host string, a netip.Addr, port string) bool {
-	literal := net.JoinHostPort(a.Unmap().String(), port)
-	named := net.JoinHostPort(strings.ToLower(host), port)
-	for _, entry := range d.allow {
-		if entry == literal || strings.EqualFold(entry, named) {
-			return true
-		}
+// either allows what a list names, by address or by name.
+func either(allow []string) func(host string, a netip.Addr, port string) bool {
+	return func(host string, a netip.Addr, port string) bool {
+		literal := net.JoinHostPort(a.Unmap().String(), port)
+		named := net.JoinHostPort(host, port)
+		return slices.ContainsFunc(allow, func(entry string) bool {
+			return entry == literal || strings.EqualFold(entry, named)
+		})
 	}
-	return false
 }
 
 // reserved are the blocks that are not on the public internet and that netip

@@ -1,14 +1,22 @@
-// Package egress makes HTTP requests for those who have no network of their
-// own, and lets none out that was not judged.
+// Package egress lets HTTP out for those who have no network of their own, and
+// nothing that was not judged.
 //
-// A request goes through the gate whole: method, URL, headers and body are what
-// a rule sees and what is sent. A redirect is a new request: each hop is judged
-// and recorded by itself, and credentials do not cross from one host to
-// another. Names are resolved here, every address is checked after resolution,
-// and the connection is made to the address that was checked, so a name that
-// changes its mind between check and use gains nothing. Addresses that are not
-// on the public internet are refused unless the profile names exactly that
-// address and port.
+// A [Client] makes requests for the built-in tools. A request goes through the
+// gate whole: method, URL, headers and body are what a rule sees and what is
+// sent. A redirect is a new request: each hop is judged and recorded by itself,
+// and credentials do not cross from one host to another.
+//
+// A [Proxy] is the only network of a jail. It serves the listener that the jail
+// has on its loopback, reaches what the server's list in the profile names, and
+// passes plain requests through the gate as a Client does. Of a tunnel it knows
+// where it leads and how much went through: rules see method CONNECT, scheme
+// https, host and port, and neither path nor header nor body. So that this is
+// true, a tunnel has to begin as TLS does, for the host that it was asked for.
+//
+// Both resolve names here, check every address after resolution, and connect to
+// the address that was checked, so a name that changes its mind between check
+// and use gains nothing. Addresses that are not on the public internet are
+// refused unless the profile names exactly that address and port.
 package egress
 
 import (
@@ -19,7 +27,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/netip"
 	"net/url"
@@ -79,11 +86,9 @@ type Client struct {
 
 // New returns a client.
 func New(o Options) *Client {
-	d := &dialer{allow: o.Allow, resolve: o.Resolve}
+	d := &dialer{allowed: either(o.Allow), key: "http_allow", resolve: o.Resolve}
 	if d.resolve == nil {
-		d.resolve = func(ctx context.Context, host string) ([]netip.Addr, error) {
-			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
-		}
+		d.resolve = system
 	}
 	return &Client{
 		gate: o.Gate, via: o.Via,
