@@ -131,6 +131,9 @@ func (h Home) Cache() string { return filepath.Join(h.root, "cache") }
 // AccelCache is the acceleration probe's answer.
 func (h Home) AccelCache() string { return filepath.Join(h.run(), "accel.json") }
 
+// Reserve is disk space that the service sets aside for what frees disk space.
+func (h Home) Reserve() string { return filepath.Join(h.run(), "reserve") }
+
 // ServiceLog is what the service writes to its stderr when it is started in the
 // background.
 func (h Home) ServiceLog() string { return filepath.Join(h.run(), "service.log") }

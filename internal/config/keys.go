@@ -45,6 +45,7 @@ func ProfileKeys() []Key {
 		{Table: servers, Name: "write", Type: "list of strings", Example: `["/srv/inbox"]`, Doc: "those that it may change too; beside them, it can write to a HOME of its own, which goes with the VM"},
 		{Table: servers, Name: "url", Type: "string", Example: `"https://mcp.example.com/mcp"`, Doc: "where the server speaks streamable HTTP"},
 		{Table: servers, Name: "headers", Type: "table of strings", Example: `{ Authorization = "Bearer ${files-token}" }`, Doc: "headers of every request to `url`; `${NAME}` stands for a secret"},
+		{Table: servers, Name: "egress", Type: "list of strings", Example: `["api.example.com:443", "127.0.0.1:3000"]`, Doc: "what the server may reach, exactly: names and addresses, each with its port (default: nothing, but for the host of `url`). A name that leads to a private address needs that address in the list too; `localhost` does not"},
 		{Table: servers, Name: "tools", Type: "list of strings", Example: `["read_*", "list_*"]`, Doc: "patterns of the tools that are offered (default: all); `*` stands for any characters"},
 	}, RuleKeys()...)
 }

@@ -57,7 +57,7 @@ func TestTheExamplesOfKeysAreRead(t *testing.T) {
 			to = []*strings.Builder{&rule}
 		case k.Table != "" && (k.Name == "url" || k.Name == "headers"):
 			to = []*strings.Builder{&remote}
-		case k.Table != "" && k.Name == "tools":
+		case k.Table != "" && (k.Name == "tools" || k.Name == "egress"):
 			to = []*strings.Builder{&command, &remote}
 		case k.Table != "" && k.Name != "name":
 			to = []*strings.Builder{&command}

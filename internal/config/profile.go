@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io/fs"
 	"maps"
+	"net"
 	"net/url"
 	"path"
 	"path/filepath"
@@ -231,6 +232,9 @@ type Server struct {
 	// URL and Headers are empty for a command.
 	URL     string
 	Headers map[string]Template
+	// Egress is what the server may reach, exactly; nothing if it is empty, but
+	// for what URL names. See Reach.
+	Egress []HostPort
 	// Tools are patterns of the tools that are offered, all if there are none.
 	// `*` stands for any characters.
 	Tools []string
@@ -249,6 +253,32 @@ func (s Server) Offers(tool string) bool {
 		}
 	}
 	return false
+}
+
+// Reach lists what the server's process may connect to: its Egress, where its URL
+// is, and for localhost, which is this machine whatever a resolver says (RFC 6761
+// section 6.3), the loopback addresses.
+func (s Server) Reach() []HostPort {
+	reach := slices.Clone(s.Egress)
+	if u, err := url.Parse(s.URL); err == nil && u.Host != "" {
+		port := u.Port()
+		switch {
+		case port != "":
+		case u.Scheme == "https":
+			port = "443"
+		default:
+			port = "80"
+		}
+		if at, err := ParseHostPort(net.JoinHostPort(u.Hostname(), port)); err == nil {
+			reach = append(reach, at)
+		}
+	}
+	for _, at := range slices.Clone(reach) {
+		if at.Host == "localhost" {
+			reach = append(reach, HostPort{"127.0.0.1", at.Port}, HostPort{"::1", at.Port})
+		}
+	}
+	return reach
 }
 
 // glob matches s against pattern, where `*` stands for any characters.
@@ -320,9 +350,10 @@ func (t *table) server() Server {
 	s.Read, s.Write = t.paths("read"), t.paths("write")
 	s.URL = t.url("url")
 	s.Headers = t.headers("headers")
+	s.Egress = t.hostPorts("egress")
 	s.Tools = t.globs("tools")
 	t.exclusive(s)
-	t.close("egress", "era", "timeout", "timeouts", "prefix", "cwd")
+	t.close("era", "timeout", "timeouts", "prefix", "cwd")
 	return s
 }
 

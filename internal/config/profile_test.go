@@ -104,7 +104,13 @@ func TestMistakesInProfilesAreToldWithPlaceAndRemedy(t *testing.T) {
 		{"unknown key, none near", "zebra = 1\n", `p.toml:1:1: unknown key "zebra"`},
 		{"case", "CPUs = 2\n", `p.toml:1:1: unknown key "CPUs"`},
 		{"later key", "disk = \"8GiB\"\n", "p.toml:1:1: disk is not supported by this version"},
-		{"later key of a server", server + "egress = [\"a:1\"]\n", "p.toml:4:1: egress is not supported by this version"},
+		{"later key of a server", server + "era = \"a\"\n", "p.toml:4:1: era is not supported by this version"},
+		{"egress without a port", server + "egress = [\"a.example.com\"]\n", "p.toml:4:11: egress: "},
+		{"egress with a pattern", server + "egress = [\"*.example.com:443\"]\n", "patterns are not supported"},
+		{"egress with port 0", server + "egress = [\"a.example.com:0\"]\n", "no port from 1 to 65535"},
+		{"egress with a zone", server + "egress = [\"[fe80::1%eth0]:80\"]\n", "zone"},
+		{"egress in short spelling", server + "egress = [\"127.1:80\"]\n", "no valid address"},
+		{"egress in hexadecimal", server + "egress = [\"0x7f.0x1:80\"]\n", "no valid address"},
 		{"later key of a rule", "[rules.a]\nmatch='true'\naction='block'\nseverity='high'\n", "p.toml:4:1: severity is not supported by this version"},
 		{"later action", "[rules.a]\nmatch='true'\naction='ask'\n", `p.toml:3:8: action = "ask" is not supported by this version: use "allow" or "block"`},
 		{"later default", "default = \"ask\"\n", "not supported by this version"},
@@ -296,4 +302,33 @@ func FuzzProfile(f *testing.F) {
 			t.Fatalf("error %v has no position", err)
 		}
 	})
+}
+
+func TestAServerReachesItsURLAndWhatEgressLists(t *testing.T) {
+	for _, c := range []struct{ toml, want string }{
+		{`command = "c"`, ""},
+		{`command = "c"
+egress = []`, ""},
+		{`command = "c"
+egress = ["API.example.com.:443", "[::ffff:10.0.0.1]:80"]`, "api.example.com:443 10.0.0.1:80"},
+		{`command = "c"
+egress = ["localhost:3000"]`, "localhost:3000 127.0.0.1:3000 [::1]:3000"},
+		{`url = "https://mcp.example.com/mcp"`, "mcp.example.com:443"},
+		{`url = "http://127.0.0.1:3000/mcp"
+egress = ["auth.example.com:443"]`, "auth.example.com:443 127.0.0.1:3000"},
+		{`url = "http://[::1]/mcp"`, "[::1]:80"},
+	} {
+		p, err := ParseProfile("p.toml", []byte("[[mcp.servers]]\nname = \"s\"\n"+c.toml+"\n"))
+		if err != nil {
+			t.Errorf("%s: %v", c.toml, err)
+			continue
+		}
+		var got []string
+		for _, at := range p.Servers[0].Reach() {
+			got = append(got, at.String())
+		}
+		if diff := cmp.Diff(c.want, strings.Join(got, " ")); diff != "" {
+			t.Errorf("%s: %s", c.toml, diff)
+		}
+	}
 }

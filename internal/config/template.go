@@ -95,7 +95,8 @@ func ParseHostPort(s string) (HostPort, error) {
 	if !matches(`^[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_]([a-z0-9_-]{0,62}))*$`, host) || len(host) > 253 {
 		return HostPort{}, fmt.Errorf("%q has no valid host name or address (patterns are not supported)", s)
 	}
-	if matches(`^[0-9.]+$`, host) {
+	if matches(`(^|\.)(0x[0-9a-f]*|[0-9]+)$`, host) {
+		// inet_aton(3) would read it as one.
 		return HostPort{}, fmt.Errorf("%q has no valid address", s)
 	}
 	return HostPort{host, int(n)}, nil
