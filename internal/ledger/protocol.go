@@ -83,7 +83,7 @@ func (l *Ledger) writeRepeat(kind repeat, count int64, last time.Time) error {
 func (l *Ledger) writeKind(ctx context.Context, k repeat, requestID json.RawMessage, count int64, at time.Time) error {
 	ev, err := newEvent(k.eventType)
 	if err != nil {
-		return fmt.Errorf("recording in ledger %s: %w", l.path, err)
+		return fmt.Errorf("recording in the ledger: %w", err)
 	}
 	ev.Time, ev.Initiator, ev.Process = at, k.initiator, k.process
 	ev.MCP = &event.MCP{Method: k.method, Server: k.server, RequestID: requestID, ResourceURI: k.subject}

@@ -34,7 +34,7 @@ type receipt struct {
 // nothing recorded. The event must not be changed before End has returned.
 func (l *Ledger) Begin(ctx context.Context, ev *event.Event, v event.Verdict) (Receipt, error) {
 	if ev.ID == "" {
-		return nil, fmt.Errorf("recording in ledger %s: the event has no id", l.path)
+		return nil, fmt.Errorf("recording in the ledger: the event has no id")
 	}
 	r := &receipt{table: tableOf(ev.Type), event: ev, verdict: v, finished: v.Decision == event.Block}
 	if !r.finished && r.table == protocolEvents && !ev.Type.Act() {
@@ -65,7 +65,7 @@ func (l *Ledger) Begin(ctx context.Context, ev *event.Event, v event.Verdict) (R
 func (l *Ledger) End(ctx context.Context, begun Receipt, out event.Outcome, v event.Verdict) error {
 	r, ok := begun.(*receipt)
 	if !ok || r.finished {
-		return fmt.Errorf("recording in ledger %s: %w", l.path, errors.New("the receipt is not of an open event"))
+		return fmt.Errorf("recording in the ledger: %w", errors.New("the receipt is not of an open event"))
 	}
 	ctx = context.WithoutCancel(ctx)
 	if !shown(v) {

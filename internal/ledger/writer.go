@@ -119,7 +119,7 @@ func (l *Ledger) submit(ctx context.Context, o *op) (int64, error) {
 	leads, err := l.enter(ctx, o)
 	if err != nil {
 		l.bodies.Add(-o.kept)
-		return 0, fmt.Errorf("recording in ledger %s: %w", l.path, err)
+		return 0, fmt.Errorf("recording in the ledger: %w", err)
 	}
 	defer l.writer.inside.Done()
 	if leads || <-o.turn == lead {
@@ -255,7 +255,7 @@ func (l *Ledger) explain(err error) error {
 			hint = "the row contradicts one that is there"
 		}
 	}
-	return fmt.Errorf("recording in ledger %s: %w: %s", l.path, err, hint)
+	return fmt.Errorf("recording in the ledger: %w: %s", err, hint)
 }
 
 func (l *Ledger) commit(batch []*op) (err error) {
@@ -332,7 +332,7 @@ func (l *Ledger) insert(o *op) error {
 			continue
 		}
 		if changed == 0 {
-			o.err = fmt.Errorf("recording in ledger %s: %w", l.path, errEnded)
+			o.err = fmt.Errorf("recording in the ledger: %w", errEnded)
 			return nil
 		}
 		o.id = l.conn.lastID()

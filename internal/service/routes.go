@@ -226,13 +226,15 @@ func (s *Service) serveStop(w http.ResponseWriter, r *http.Request) error {
 	if err := api.ReadJSON(r, &req); err != nil {
 		return err
 	}
-	err = s.admin(r, "stop "+m.name, func(ctx context.Context) error {
-		done, err := m.take(ctx)
-		if err != nil {
-			return err
-		}
-		defer done()
-		return m.stop(ctx, req)
+	err = s.reserve.with(func() error {
+		return s.admin(r, "stop "+m.name, func(ctx context.Context) error {
+			done, err := m.take(ctx)
+			if err != nil {
+				return err
+			}
+			defer done()
+			return m.stop(ctx, req)
+		})
 	})
 	if err != nil {
 		return err
@@ -248,7 +250,10 @@ func (s *Service) serveDelete(w http.ResponseWriter, r *http.Request) error {
 	}
 	force := r.URL.Query().Get(api.DeleteForce) == "true"
 	v := m.view()
-	if err := s.admin(r, "delete "+m.name, func(ctx context.Context) error { return m.remove(ctx, force) }); err != nil {
+	err = s.reserve.with(func() error {
+		return s.admin(r, "delete "+m.name, func(ctx context.Context) error { return m.remove(ctx, force) })
+	})
+	if err != nil {
 		return err
 	}
 	v.State, v.PID = api.StateDeleted, 0
@@ -268,7 +273,10 @@ func (s *Service) servePurge(w http.ResponseWriter, r *http.Request) error {
 			continue
 		}
 		if !req.DryRun {
-			if err := s.admin(r, "purge "+v.Name, func(ctx context.Context) error { return m.remove(ctx, req.All) }); err != nil {
+			err := s.reserve.with(func() error {
+				return s.admin(r, "purge "+v.Name, func(ctx context.Context) error { return m.remove(ctx, req.All) })
+			})
+			if err != nil {
 				return err
 			}
 		}

@@ -59,6 +59,7 @@ type Service struct {
 	gate     *gate.Gate
 	ledger   *ledger.Ledger
 	registry *registry
+	reserve  *allowance
 	// stop ends Run.
 	stop context.CancelFunc
 	// background has everything that outlives a request.
@@ -76,7 +77,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	defer func() { err = errors.Join(err, lock.Close()) }()
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
-	s := &Service{opts: o, log: o.Log, stop: stop}
+	s := &Service{opts: o, log: o.Log, stop: stop, reserve: &allowance{path: o.Home.Reserve(), log: o.Log}}
 	s.background, s.lifetime = errgroup.WithContext(ctx)
 	if err := s.openLedger(ctx); err != nil {
 		return err
@@ -85,6 +86,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if s.registry, err = s.load(ctx); err != nil {
 		return err
 	}
+	s.reserve.hold()
 	if err := s.listen(ctx); err != nil {
 		return err
 	}
