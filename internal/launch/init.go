@@ -72,6 +72,9 @@ func runInit() (int, error) {
 	go dieWithLauncher(sock, req)
 
 	status, err := reapUntil(proc.Pid)
+	if errors.Is(err, unix.ECHILD) {
+		select {} // dieWithLauncher has reaped the program, and ends this process
+	}
 	if err != nil {
 		return 1, errors.Join(err, tearDown(req))
 	}

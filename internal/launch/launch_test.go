@@ -513,6 +513,10 @@ func rerun(t *testing.T, attr *syscall.SysProcAttr, isolation string, args []str
 	if os.Geteuid() != 0 || os.Getenv(wantIsolation) != "" {
 		t.Skip("needs root")
 	}
+	hostile, err := buildHostile()
+	if err != nil {
+		t.Fatal(err)
+	}
 	file := filepath.Join(t.TempDir(), "out")
 	out, err := os.Create(file)
 	if err != nil {
@@ -520,7 +524,7 @@ func rerun(t *testing.T, attr *syscall.SysProcAttr, isolation string, args []str
 	}
 	p, err := child.Start(t.Context(), child.Command{
 		Path: copyOfSelf(t), Args: args, Dir: "/", Stdout: out, Stderr: out, Attr: attr,
-		Env: []string{"PATH=/usr/bin:/bin", wantIsolation + "=" + isolation},
+		Env: []string{"PATH=/usr/bin:/bin", wantIsolation + "=" + isolation, hostileProgram + "=" + hostile},
 	})
 	if err := errors.Join(err, out.Close()); err != nil {
 		t.Fatal(err)

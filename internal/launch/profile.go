@@ -110,7 +110,7 @@ func vmmConfinement() confinement {
 // process can write to.
 func aggregatorConfinement() confinement {
 	c := confinement{
-		network:  hostNetwork,
+		network:  proxyNetwork,
 		oomFirst: true,
 		limits: map[int]uint64{
 			unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: 4096, unix.RLIMIT_NPROC: 512,

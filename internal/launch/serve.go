@@ -34,8 +34,9 @@ type server struct {
 
 // tree is one program with everything below it.
 type tree struct {
-	init *child.Process
-	line *socket
+	init  *child.Process
+	pidfd *os.File // of init; for the client
+	line  *socket
 }
 
 // Serve is the whole program `launch`: it starts programs on request from the
@@ -139,7 +140,13 @@ func (s *server) fork(req *startRequest) (*tree, error) {
 	if err := errors.Join(err, dumpErr, theirs.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("starting an init for %s: %w", req.Path, err), line.close())
 	}
-	t := &tree{init: init, line: line}
+	// Now: a program that ends at once takes its init with it before it is
+	// reported.
+	pidfd, err := init.PidFD()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("starting an init for %s: %w", req.Path, err), init.Kill(), line.close())
+	}
+	t := &tree{init: init, pidfd: pidfd, line: line}
 	s.running[req.ID] = t
 	return t, nil
 }
@@ -150,6 +157,7 @@ func (s *server) run(t *tree, req *startRequest, files []*os.File) {
 	reply, passed, err := t.start(req, files)
 	closeAll(files)
 	if err != nil {
+		closeAll([]*os.File{t.pidfd})
 		s.end(t, req.ID)
 		s.tell(message{Started: failure(req.ID, err)})
 		return
@@ -193,11 +201,7 @@ func (t *tree) start(req *startRequest, files []*os.File) (reply *started, passe
 	if err := t.line.conn.SetReadDeadline(time.Time{}); err != nil {
 		return nil, nil, err
 	}
-	pidfd, err := t.init.PidFD()
-	if err != nil {
-		return nil, nil, fmt.Errorf("starting %s: its init died: %w", req.Path, err)
-	}
-	return m.Started, append([]*os.File{pidfd}, passed...), nil
+	return m.Started, append([]*os.File{t.pidfd}, passed...), nil
 }
 
 // await blocks until the program has ended and returns how.
