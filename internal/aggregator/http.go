@@ -73,6 +73,15 @@ func newHTTP(server toolproto.Server, s *session) (*httpTransport, error) {
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
 		return nil, errors.New("its URL is no http or https address")
 	}
+	// The environment's proxy is nobody's: the definition has ours.
+	var proxy func(*http.Request) (*url.URL, error)
+	if server.Proxy != "" {
+		at, err := url.Parse(server.Proxy)
+		if err != nil || at.Host == "" {
+			return nil, errors.New("its proxy has no http address")
+		}
+		proxy = http.ProxyURL(at)
+	}
 	dialer := &net.Dialer{Timeout: dialTimeout}
 	return &httpTransport{
 		server: server, session: s,
@@ -80,6 +89,7 @@ func newHTTP(server toolproto.Server, s *session) (*httpTransport, error) {
 		client: &http.Client{
 			CheckRedirect: sameHost,
 			Transport: &http.Transport{
+				Proxy:       proxy,
 				DialContext: dialer.DialContext, TLSHandshakeTimeout: dialTimeout,
 				MaxConnsPerHost: maxConns, MaxIdleConnsPerHost: 16, IdleConnTimeout: 90 * time.Second,
 				MaxResponseHeaderBytes: maxHeaderBytes, ForceAttemptHTTP2: true,

@@ -182,6 +182,19 @@ func TestAnswersOverHTTPPassByteForByte(t *testing.T) {
 	}
 }
 
+func TestAServerIsReachedThroughTheProxyThatIsConfigured(t *testing.T) {
+	w := newWeb(t)
+	// The name leads nowhere: only the proxy, which is the server itself, is asked.
+	r := newRig(t, toolproto.Server{
+		Name: "web", URL: "http://mcp.invalid/mcp", Proxy: w.srv.URL,
+		Headers: []toolproto.Header{{Name: "Authorization", Value: []byte("Bearer s3cret")}},
+	})
+	r.awaitReady()
+	if got := r.call("json", `{}`); got.Message == nil {
+		t.Errorf("got %+v", got)
+	}
+}
+
 func TestAnHTTPSessionIsOpenedNamedAndEnded(t *testing.T) {
 	w := newWeb(t)
 	r := w.rig()

@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -191,9 +192,10 @@ func TestBytesSentBeforeTheTunnelStandsAreOfTheTunnel(t *testing.T) {
 }
 
 func TestATunnelMustBeginAsTLSForItsHost(t *testing.T) {
-	var heard bytes.Buffer
+	var heard atomic.Int64
 	at := far(t, func(conn net.Conn) {
-		_, _ = io.Copy(&heard, conn) // nothing may come
+		n, _ := io.Copy(io.Discard, conn) // nothing may come
+		heard.Add(n)
 	})
 	_, port, err := net.SplitHostPort(at)
 	if err != nil {
@@ -231,8 +233,8 @@ func TestATunnelMustBeginAsTLSForItsHost(t *testing.T) {
 			}
 		})
 	}
-	if heard.Len() > 0 {
-		t.Errorf("the server heard %q", heard.String())
+	if n := heard.Load(); n > 0 {
+		t.Errorf("the server heard %d bytes", n)
 	}
 }
 

@@ -37,7 +37,7 @@ const (
 type servers struct {
 	s    *Session
 	list []*server
-	// wg has the goroutines that fetch lists.
+	// wg has the goroutines that fetch lists and those that serve ways out.
 	wg     sync.WaitGroup
 	ctx    context.Context //nolint:containedctx // the life of the servers, which callbacks without one share
 	cancel context.CancelFunc
@@ -53,6 +53,8 @@ type server struct {
 	name   string
 	up     *upstream.Upstream
 	offers func(tool string) bool
+	// proxy is the server's way out, nil for the built-in tools.
+	proxy *egress.Proxy
 	// first is closed when the first start has come to an end, good or bad.
 	first     chan struct{}
 	firstOnce sync.Once
@@ -94,7 +96,7 @@ func (s *Session) startServers(ctx context.Context, undo *closers) (err error) {
 	everything := func(string) bool { return true }
 	weak := s.profile.Isolation == config.IsolationWeak
 	definitions := []definition{{
-		toolproto.Server{Name: config.BuiltinServer}, "capsem-builtin", launch.Jail{Profile: launch.Builtin, Weak: weak}, everything,
+		toolproto.Server{Name: config.BuiltinServer}, "capsem-builtin", launch.Jail{Profile: launch.Builtin, Weak: weak}, everything, nil,
 	}}
 	for _, declared := range s.profile.Servers {
 		def, err := s.define(declared)
@@ -106,10 +108,10 @@ func (s *Session) startServers(ctx context.Context, undo *closers) (err error) {
 			return err
 		}
 		jail.Weak = weak
-		definitions = append(definitions, definition{def, "capsem-aggregator", jail, declared.Offers})
+		definitions = append(definitions, definition{def, "capsem-aggregator", jail, declared.Offers, s.wayOut(declared)})
 	}
 	for _, d := range definitions {
-		set.list = append(set.list, &server{name: d.server.Name, offers: d.offers, first: make(chan struct{}), started: make(chan struct{})})
+		set.list = append(set.list, &server{name: d.server.Name, offers: d.offers, proxy: d.proxy, first: make(chan struct{}), started: make(chan struct{})})
 	}
 	for i, d := range definitions {
 		set.start(ctx, set.list[i], d)
@@ -118,12 +120,13 @@ func (s *Session) startServers(ctx context.Context, undo *closers) (err error) {
 }
 
 // definition is a server before it is started: what it is, the program that
-// holds it, that program's jail, and which of its tools are offered.
+// holds it, that program's jail, which of its tools are offered, and its way out.
 type definition struct {
 	server  toolproto.Server
 	program string
 	jail    launch.Jail
 	offers  func(tool string) bool
+	proxy   *egress.Proxy
 }
 
 // serverVariables are what an external server gets of our environment; the rest
@@ -148,6 +151,9 @@ func (s *Session) define(c config.Server) (toolproto.Server, error) {
 		def.Headers = append(def.Headers, toolproto.Header{Name: name, Value: []byte(value.Reveal())})
 	}
 	if c.Command == "" {
+		if s.jailed() {
+			def.Proxy = proxyURL
+		}
 		return def, nil
 	}
 	env := map[string]string{"HOME": s.opts.Home.ServerHome(s.record.ID, c.Name)}
@@ -165,6 +171,9 @@ func (s *Session) define(c config.Server) (toolproto.Server, error) {
 			return def, err
 		}
 		env[variable] = secret.Reveal()
+	}
+	if s.jailed() {
+		env = withProxy(env)
 	}
 	for name, value := range env {
 		def.Env = append(def.Env, toolproto.EnvVar{Name: name, Value: []byte(value)})
@@ -203,7 +212,12 @@ func (set *servers) start(ctx context.Context, one *server, d definition) {
 		Server:  d.server,
 		Command: child.Command{Path: s.program(d.program), Dir: "/"},
 		StartProcess: func(ctx context.Context, cmd child.Command) (upstream.Process, error) {
-			return s.launcher.Start(ctx, d.jail, cmd)
+			p, err := s.launcher.Start(ctx, d.jail, cmd)
+			if err != nil {
+				return nil, err
+			}
+			set.open(one, p.Proxy())
+			return p, nil
 		},
 		Log: log,
 		OnState: func(state upstream.State, reason error) {

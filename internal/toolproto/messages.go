@@ -43,6 +43,9 @@ type Server struct {
 	URL string   `msgpack:"url"`
 	// Headers are sent with every HTTP request, secrets expanded.
 	Headers []Header `msgpack:"headers"`
+	// Proxy is the URL of the proxy that URL is reached through, "" for none. A
+	// server with a Command finds it in Env.
+	Proxy string `msgpack:"proxy"`
 	// StartTimeout bounds connecting and initialize.
 	StartTimeout time.Duration `msgpack:"start_timeout"`
 }
