@@ -49,6 +49,9 @@ type app struct {
 	// own says that a failure of Capsem must not look like one of the guest's
 	// command.
 	own bool
+	// unknown is the complaint about a command that there is not, which cobra
+	// would answer with help and success.
+	unknown error
 }
 
 // Main runs the command line and returns the exit status.
@@ -59,6 +62,9 @@ func Main(ctx context.Context, args []string, o Options) int {
 	root.SetOut(o.Out)
 	root.SetErr(o.Err)
 	err := root.ExecuteContext(ctx)
+	if err == nil {
+		err = a.unknown
+	}
 	if err == nil {
 		return a.status
 	}
@@ -183,9 +189,12 @@ agent and the world that was not judged by rules and recorded in a ledger.
   capsem sql box "SELECT tool_name, decision FROM tool_calls"
 
 A VM is meant by its name or its id.`,
+		// Words that are no command arrive at the help function, which says so.
+		Args: cobra.ArbitraryArgs, Version: a.Version,
 		SilenceUsage: true, SilenceErrors: true,
 		CompletionOptions: cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
+	root.SetVersionTemplate("capsem {{.Version}}\n")
 	root.PersistentFlags().BoolVar(&a.json, "json", false, "print the result as JSON")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		return usageError{fmt.Errorf("%w; see %s --help", err, cmd.CommandPath())}
@@ -210,7 +219,48 @@ A VM is meant by its name or its id.`,
 		}
 	}
 	root.AddCommand(exitCodes())
+	a.setHelp(root)
 	return root
+}
+
+// setHelp makes help of a command that there is not a mistake, for each family
+// of commands and for help itself.
+func (a *app) setHelp(root *cobra.Command) {
+	help := root.HelpFunc()
+	root.SetHelpFunc(func(cmd *cobra.Command, args []string) {
+		if words := cmd.Flags().Args(); cmd.HasAvailableSubCommands() && len(words) > 0 {
+			a.unknown = unknownCommand(cmd, words[0])
+			return
+		}
+		help(cmd, args)
+	})
+	root.SetHelpCommand(&cobra.Command{
+		Use: "help [COMMAND]", Short: "Explain a command", GroupID: "machine",
+		RunE: func(_ *cobra.Command, args []string) error {
+			cmd, rest, err := root.Find(args)
+			if err != nil {
+				return usageError{err}
+			}
+			if len(rest) > 0 {
+				return unknownCommand(cmd, rest[0])
+			}
+			return cmd.Help()
+		},
+	})
+}
+
+// unknownCommand says that a family has no such command, and which it may have
+// meant.
+func unknownCommand(family *cobra.Command, name string) error {
+	var names []string
+	for _, c := range family.Commands() {
+		names = append(append(names, c.Name()), c.Aliases...)
+	}
+	text := fmt.Sprintf("%s has no command %q", family.CommandPath(), name)
+	if near := config.Nearest(name, names); near != "" {
+		return usageError{fmt.Errorf("%s: did you mean %s?", text, near)}
+	}
+	return usageError{fmt.Errorf("%s; see %s --help", text, family.CommandPath())}
 }
 
 // exactly wants n arguments, and says how a command is used otherwise.

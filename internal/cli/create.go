@@ -20,7 +20,7 @@ type createFlags struct {
 	env                          []string
 }
 
-func (f *createFlags) add(cmd *cobra.Command) {
+func (f *createFlags) add(cmd *cobra.Command, a *app) {
 	fl := cmd.Flags()
 	fl.StringVarP(&f.name, "name", "n", "", "its `name` (default: made up from the profile's)")
 	fl.StringVarP(&f.profile, "profile", "p", "", "the `profile` it is made from (default: default)")
@@ -28,6 +28,7 @@ func (f *createFlags) add(cmd *cobra.Command) {
 	fl.IntVar(&f.cpus, "cpus", 0, "how many processors (default: the profile's)")
 	fl.StringVarP(&f.memory, "memory", "m", "", "how much memory, as `512MiB` (default: the profile's)")
 	fl.StringArrayVarP(&f.env, "env", "e", nil, "`NAME=VALUE` for every command in it; NAME alone takes the value from here")
+	complete(cmd, "profile", a.profileNames)
 }
 
 // request is what the flags ask for.
@@ -83,7 +84,12 @@ func (a *app) create() *cobra.Command {
 		Long: `Make a VM from a profile and boot it. The name is printed when a command in it
 would succeed. What is written in a VM of the tiny image is lost when it stops.`,
 		Example: "  capsem create --name box --memory 1GiB\n  capsem exec box -- uname -a",
-		Args:    exactly(0),
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usageError{fmt.Errorf("a VM's name is given with --name: capsem create --name %s", args[0])}
+			}
+			return nil
+		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			req, err := f.request(a.Env)
 			if err != nil {
@@ -98,7 +104,7 @@ would succeed. What is written in a VM of the tiny image is lost when it stops.`
 			})
 		},
 	}
-	f.add(cmd)
+	f.add(cmd, a)
 	return cmd
 }
 

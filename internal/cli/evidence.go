@@ -29,7 +29,7 @@ func (a *app) sql() *cobra.Command {
 or by name; "service" is the service's own, with what concerns no VM. The tables
 are described in docs/reference/ledger.md.`,
 		Example: `  capsem sql box "SELECT timestamp, tool_name, status, decision FROM tool_calls ORDER BY id DESC LIMIT 10"`,
-		Args:    exactly(2), ValidArgsFunction: a.vmNames,
+		Args:    exactly(2), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !slices.Contains([]string{"table", "json", "csv"}, format) {
 				return usageError{fmt.Errorf("--format is table, json or csv, not %q", format)}
@@ -48,6 +48,7 @@ are described in docs/reference/ledger.md.`,
 		},
 	}
 	cmd.Flags().StringVar(&format, "format", "table", "table, json or csv")
+	complete(cmd, "format", words("table", "json", "csv"))
 	cmd.Flags().IntVar(&req.Rows, "rows", 0, "the most rows to print (default 10000)")
 	cmd.Flags().DurationVar(&timeout, "timeout", 0, "the longest the query may take (default 10s)")
 	return cmd
@@ -110,7 +111,7 @@ func (a *app) timeline() *cobra.Command {
 		Long: `Show what happened in a VM: tool calls, commands, requests, rules that matched,
 and the VM's own events, newest last (with --json newest first). Deleted VMs
 keep their ledgers, and are named by id or by name.`,
-		Args: exactly(1), ValidArgsFunction: a.vmNames,
+		Args: exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q := url.Values{"layers": {layers}, "since": {since}, "trace": {trace}, "limit": {strconv.Itoa(limit)}}
 			return a.with(cmd.Context(), func(c *client.Client) error {
@@ -162,7 +163,7 @@ func (a *app) logs() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "logs VM",
 		Short: "Show what a VM's console or host process printed",
-		Args:  exactly(1), ValidArgsFunction: a.vmNames,
+		Args:  exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q := url.Values{"source": {source}, "grep": {grep}}
 			if tail > 0 {
@@ -181,6 +182,7 @@ func (a *app) logs() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&source, "source", "serial", "serial (the guest's console) or process (the VM's host process)")
+	complete(cmd, "source", words("serial", "process"))
 	cmd.Flags().StringVar(&grep, "grep", "", "only lines that contain this `text`")
 	cmd.Flags().IntVarP(&tail, "tail", "n", 0, "only the last so many `lines`")
 	return cmd

@@ -65,12 +65,17 @@ func (a *app) exec() *cobra.Command {
 		Long: `Run a command in a VM that is running. Its stdout, stderr and exit status become
 this program's (see capsem exit-codes). No shell reads the command: for one, run
 sh -c. Without -i the command's stdin is empty. Ctrl-C is sent to the command; a
-second one within a second ends it.`,
-		Example: "  capsem exec box -- sh -c 'cat /etc/os-release | head -1'\n  tar c . | capsem exec -i box -- tar x -C /tmp",
+second one within a second ends it. With --json its output is captured, and is
+part of the result in base64.`,
+		ValidArgsFunction: a.oneVM,
+		Example:           "  capsem exec box -- sh -c 'cat /etc/os-release | head -1'\n  tar c . | capsem exec -i box -- tar x -C /tmp",
 		RunE: func(cmd *cobra.Command, args []string) error {
-			vm, argv := splitCommand(cmd, args)
-			if vm == "" || len(argv) == 0 {
+			vm, argv := splitCommand(args)
+			switch {
+			case vm == "" || len(argv) == 0:
 				return usageError{fmt.Errorf("usage: %s", cmd.UseLine())}
+			case strings.HasPrefix(args[1], "-") && args[1] != "--":
+				return usageError{fmt.Errorf("%s stands after the VM: flags of capsem exec go before it, and the command after --", args[1])}
 			}
 			req, err := f.request(a, argv)
 			if err != nil {
@@ -85,7 +90,7 @@ second one within a second ends it.`,
 }
 
 // splitCommand takes `VM -- CMD ARG...` apart; the dashes may be left out.
-func splitCommand(_ *cobra.Command, args []string) (vm string, argv []string) {
+func splitCommand(args []string) (vm string, argv []string) {
 	if len(args) == 0 {
 		return "", nil
 	}
@@ -103,7 +108,8 @@ func (a *app) run() *cobra.Command {
 		Use:   "run [flags] -- CMD [ARG...]",
 		Short: "Run one command in a VM of its own",
 		Long: `Make a VM, run one command in it as capsem exec does, and remove the VM. Its
-ledger is kept: capsem timeline and capsem sql take the VM's name or id.`,
+ledger is kept: capsem timeline and capsem sql take the VM's name, so give it one
+with --name where you want to look later.`,
 		Example: "  capsem run -- uname -r\n  capsem run --profile work --timeout 1m -- sh -c 'make test'",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -123,7 +129,7 @@ ledger is kept: capsem timeline and capsem sql take the VM's name or id.`,
 			return a.with(cmd.Context(), func(c *client.Client) error { return a.runOnce(cmd.Context(), c, req, exec) })
 		},
 	}
-	create.add(cmd)
+	create.add(cmd, a)
 	f.add(cmd, false)
 	return cmd
 }

@@ -53,7 +53,7 @@ func reportText(w io.Writer, report policy.Report) error {
 		if f.Digest == "" {
 			continue
 		}
-		if _, err := fmt.Fprintf(w, "%s: %d rules, ok\n", Escape(f.File, false), f.Rules); err != nil {
+		if _, err := fmt.Fprintf(w, "%s: %s, ok\n", Escape(f.File, false), count(f.Rules, "rule")); err != nil {
 			return err
 		}
 	}
@@ -67,7 +67,7 @@ func (a *app) policyReload() *cobra.Command {
 		Long: `Read the profile of a VM, or of every VM that runs, and put its rules and default
 in force, also on connections that are open. A profile with a mistake changes
 nothing. Other keys of a profile wait for the next start; they are named.`,
-		ValidArgsFunction: a.vmNames,
+		ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.with(cmd.Context(), func(c *client.Client) error {
 				if len(args) == 0 {
@@ -103,7 +103,7 @@ nothing. Other keys of a profile wait for the next start; they are named.`,
 func reloadText(w io.Writer, order []string, results map[string]api.ReloadResult) error {
 	for _, ref := range order {
 		r := results[ref]
-		text := fmt.Sprintf("%s: %d rules in force", ref, r.Rules)
+		text := fmt.Sprintf("%s: %s in force", ref, count(r.Rules, "rule"))
 		if len(r.Waiting) > 0 {
 			text += "; " + strings.Join(r.Waiting, ", ") + " changed and wait for the next start"
 		}
@@ -236,7 +236,7 @@ func (a *app) secretRemove() *cobra.Command {
 func (a *app) mcp() *cobra.Command {
 	cmd := &cobra.Command{Use: "mcp", Short: "Look at a VM's MCP servers"}
 	cmd.AddCommand(&cobra.Command{
-		Use: "servers VM", Short: "List a VM's MCP servers and how they are", Args: exactly(1), ValidArgsFunction: a.vmNames,
+		Use: "servers VM", Short: "List a VM's MCP servers and how they are", Args: exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.with(cmd.Context(), func(c *client.Client) error {
 				var servers []api.Server

@@ -21,3 +21,11 @@ func table(w io.Writer, header []string, rows [][]string) error {
 	}
 	return tw.Flush()
 }
+
+// count is a number of things, in English.
+func count(n int, thing string) string {
+	if n == 1 {
+		return "1 " + thing
+	}
+	return fmt.Sprintf("%d %ss", n, thing)
+}

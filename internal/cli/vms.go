@@ -2,6 +2,7 @@ package cli
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -65,7 +66,7 @@ func age(t time.Time) string {
 
 func (a *app) info() *cobra.Command {
 	return &cobra.Command{
-		Use: "info VM", Aliases: []string{"inspect"}, Short: "Show one VM", Args: exactly(1), ValidArgsFunction: a.vmNames,
+		Use: "info VM", Aliases: []string{"inspect"}, Short: "Show one VM", Args: exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.with(cmd.Context(), func(c *client.Client) error {
 				var vm api.VM
@@ -91,7 +92,7 @@ func infoText(w io.Writer, vm api.VM) error {
 			[2]string{"isolation", vm.Isolation}, [2]string{"boot", fmt.Sprintf("%d ms", vm.BootMS)})
 	}
 	for _, s := range vm.Servers {
-		rows = append(rows, [2]string{"server", strings.TrimSpace(fmt.Sprintf("%s  %s  %d tools  %s", s.Name, s.State, s.Tools, s.Detail))})
+		rows = append(rows, [2]string{"server", strings.TrimSpace(fmt.Sprintf("%s  %s  %s  %s", s.Name, s.State, count(s.Tools, "tool"), s.Detail))})
 	}
 	for _, n := range vm.Notes {
 		rows = append(rows, [2]string{"note", n})
@@ -109,7 +110,7 @@ func infoText(w io.Writer, vm api.VM) error {
 
 func (a *app) start() *cobra.Command {
 	return &cobra.Command{
-		Use: "start VM", Short: "Boot a VM that is stopped or failed", Args: exactly(1), ValidArgsFunction: a.vmNames,
+		Use: "start VM", Short: "Boot a VM that is stopped or failed", Args: exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.with(cmd.Context(), func(c *client.Client) error {
 				var vm api.VM
@@ -126,7 +127,7 @@ func (a *app) stop() *cobra.Command {
 	var req api.StopRequest
 	var timeout time.Duration
 	cmd := &cobra.Command{
-		Use: "stop VM", Short: "Shut a VM down", Args: exactly(1), ValidArgsFunction: a.vmNames,
+		Use: "stop VM", Short: "Shut a VM down", Args: exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			req.TimeoutMS = timeout.Milliseconds()
 			return a.with(cmd.Context(), func(c *client.Client) error {
@@ -145,7 +146,7 @@ func (a *app) stop() *cobra.Command {
 
 func (a *app) restart() *cobra.Command {
 	return &cobra.Command{
-		Use: "restart VM", Short: "Stop a VM and start it again", Args: exactly(1), ValidArgsFunction: a.vmNames,
+		Use: "restart VM", Short: "Stop a VM and start it again", Args: exactly(1), ValidArgsFunction: a.oneVM,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.with(cmd.Context(), func(c *client.Client) error {
 				var vm api.VM
@@ -171,14 +172,20 @@ func (a *app) remove() *cobra.Command {
 			}
 			return a.with(cmd.Context(), func(c *client.Client) error {
 				list := api.VMList{VMs: []api.VM{}}
+				var failed error
 				for _, ref := range args {
 					var vm api.VM
-					if err := c.Do(cmd.Context(), http.MethodDelete, fmt.Sprintf("%s?%s=%v", vmPath(ref), api.DeleteForce, force), nil, &vm); err != nil {
-						return err
+					failed = c.Do(cmd.Context(), http.MethodDelete, fmt.Sprintf("%s?%s=%v", vmPath(ref), api.DeleteForce, force), nil, &vm)
+					if failed != nil {
+						break
 					}
 					list.VMs = append(list.VMs, vm)
 				}
-				return a.show(list, func(w io.Writer) error { return listText(w, list.VMs, true) })
+				if failed != nil && a.json {
+					return failed // one JSON value is printed, and the error is what must be known
+				}
+				// Those that are gone are named also where one after them could not go.
+				return errors.Join(a.show(list, func(w io.Writer) error { return listText(w, list.VMs, true) }), failed)
 			})
 		},
 	}
@@ -243,45 +250,4 @@ func (a *app) confirm(yes bool, question string) (bool, error) {
 	}
 	answer = strings.ToLower(strings.TrimSpace(answer))
 	return answer == "y" || answer == "yes", nil
-}
-
-// vmNames completes the names of VMs.
-func (a *app) vmNames(cmd *cobra.Command, _ []string, prefix string) ([]string, cobra.ShellCompDirective) {
-	var found []string
-	a.Err = io.Discard // completion must not write between the shell's prompts
-	err := a.with(cmd.Context(), func(c *client.Client) error {
-		var list api.VMList
-		if err := c.Do(cmd.Context(), http.MethodGet, "/v1/vms", nil, &list); err != nil {
-			return err
-		}
-		for _, vm := range list.VMs {
-			if strings.HasPrefix(vm.Name, prefix) {
-				found = append(found, vm.Name)
-			}
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, cobra.ShellCompDirectiveError
-	}
-	return found, cobra.ShellCompDirectiveNoFileComp
-}
-
-func (a *app) completion() *cobra.Command {
-	return &cobra.Command{
-		Use: "completion SHELL", Short: "Print a completion script for bash, zsh or fish", Args: exactly(1),
-		ValidArgs: []string{"bash", "zsh", "fish"},
-		Example:   "  source <(capsem completion bash)",
-		RunE: func(cmd *cobra.Command, args []string) error {
-			switch args[0] {
-			case "bash":
-				return cmd.Root().GenBashCompletionV2(a.Out, true)
-			case "zsh":
-				return cmd.Root().GenZshCompletion(a.Out)
-			case "fish":
-				return cmd.Root().GenFishCompletion(a.Out, true)
-			}
-			return usageError{fmt.Errorf("there is no completion for %q; there is for bash, zsh and fish", args[0])}
-		},
-	}
 }
