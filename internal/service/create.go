@@ -157,9 +157,9 @@ func (s *Service) plan(req api.CreateRequest) (config.VMRecord, error) {
 	if req.Profile == "" {
 		req.Profile = config.DefaultProfile
 	}
-	p, err := config.LoadProfile(s.opts.Home, req.Profile)
+	p, err := s.loadProfile(req.Profile)
 	if err != nil {
-		return config.VMRecord{}, invalidProfile(err)
+		return config.VMRecord{}, err
 	}
 	spec := config.VMSpec{
 		Image: first(req.Image, p.Image, "tiny"), CPUs: first(req.CPUs, p.CPUs),

@@ -14,6 +14,7 @@ import (
 	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
 	"github.com/capsem/capsem/internal/image"
+	"github.com/capsem/capsem/internal/policy"
 )
 
 // reserve is how much room on disk the home should have, in bytes.
@@ -59,7 +60,7 @@ func (s *Service) checkAccelerator() api.Check {
 	}
 	switch {
 	case errors.Is(err, os.ErrNotExist):
-		c.Detail = "not probed yet; the first VM that starts does"
+		c.Detail = "not known yet: the first VM that starts finds out, by booting one"
 	case err != nil:
 		c.OK, c.Detail = false, err.Error()
 	default:
@@ -96,7 +97,7 @@ func (s *Service) checkSockets() api.Check {
 	if err != nil {
 		return api.Check{Name: "sockets", Detail: err.Error()}
 	}
-	return api.Check{Name: "sockets", OK: true, Detail: fmt.Sprintf("paths have %d bytes", len(path))}
+	return api.Check{Name: "sockets", OK: true, Detail: fmt.Sprintf("%d bytes of path, which fits", len(path))}
 }
 
 func (s *Service) checkDisk() api.Check {
@@ -111,19 +112,32 @@ func (s *Service) checkDisk() api.Check {
 	}
 }
 
+// checkProfiles compiles the rules of this machine and of every profile: a VM of a
+// profile that does not compile fails to start.
 func (s *Service) checkProfiles() api.Check {
 	names, err := config.ProfileNames(s.opts.Home)
 	if err != nil {
 		return api.Check{Name: "profiles", Detail: err.Error()}
 	}
-	var broken []string
+	var files []string
+	for _, corp := range s.opts.Home.Corp() {
+		if _, err := os.Stat(corp); !errors.Is(err, os.ErrNotExist) {
+			files = append(files, corp)
+		}
+	}
 	for _, name := range names {
-		if _, err := config.LoadProfile(s.opts.Home, name); err != nil {
-			broken = append(broken, err.Error())
+		files = append(files, s.opts.Home.Profile(name))
+	}
+	var broken []string
+	for _, file := range policy.Check(files...).Files {
+		for _, f := range file.Findings {
+			if f.Severity == policy.SeverityError {
+				broken = append(broken, f.String())
+			}
 		}
 	}
 	if len(broken) > 0 {
-		return api.Check{Name: "profiles", Detail: strings.Join(broken, "\n"), Hint: "capsem policy check shows each mistake"}
+		return api.Check{Name: "profiles", Detail: strings.Join(broken, "\n"), Hint: "capsem policy check FILE says when it is mended"}
 	}
-	return api.Check{Name: "profiles", OK: true, Detail: fmt.Sprintf("%d, all load", len(names))}
+	return api.Check{Name: "profiles", OK: true, Detail: fmt.Sprintf("%d, all compile", len(names))}
 }

@@ -185,14 +185,17 @@ func (s *Service) reap(cmd *exec.Cmd) {
 
 // secretsFor collects the secrets that a profile's servers refer to.
 func (s *Service) secretsFor(profile string) (map[string]config.Secret, error) {
-	p, err := config.LoadProfile(s.opts.Home, profile)
+	p, err := s.loadProfile(profile)
 	if err != nil {
-		return nil, invalidProfile(err)
+		return nil, err
 	}
 	store, secrets := s.opts.Home.SecretStore(), map[string]config.Secret{}
 	for _, server := range p.Servers {
 		for _, name := range server.SecretNames() {
 			value, err := store.Get(name)
+			if errors.Is(err, config.ErrNoSecret) {
+				err = errors.New("there is none of that name") // the hint says the rest
+			}
 			if err != nil {
 				return nil, &api.Error{
 					Code:    api.CodeInvalid,
@@ -206,8 +209,22 @@ func (s *Service) secretsFor(profile string) (map[string]config.Secret, error) {
 	return secrets, nil
 }
 
-func invalidProfile(err error) error {
-	return &api.Error{Code: api.CodeInvalid, Message: err.Error()}
+// loadProfile reads a profile, and says where one that is missing would be.
+func (s *Service) loadProfile(name string) (config.Profile, error) {
+	p, err := config.LoadProfile(s.opts.Home, name)
+	if err == nil {
+		return p, nil
+	}
+	e := &api.Error{Code: api.CodeInvalid, Message: err.Error()}
+	if errors.Is(err, os.ErrNotExist) {
+		e.Message = fmt.Sprintf("there is no profile called %q", name)
+		e.Hint = "it would be " + s.opts.Home.Profile(name) + "; capsem profile list shows those that there are"
+		names, err := config.ProfileNames(s.opts.Home)
+		if near := config.Nearest(name, append(names, config.DefaultProfile)); err == nil && near != "" {
+			e.Hint = fmt.Sprintf("did you mean %s?", near)
+		}
+	}
+	return config.Profile{}, e
 }
 
 // recoverLedger has a process of its own bring the ledger of a VM whose process

@@ -457,6 +457,47 @@ func TestAMissingSecretNamesItselfAndTheWayToSetIt(t *testing.T) {
 	}
 }
 
+func TestAnUnknownProfileIsToldWithTheNearestNameOrWhereItWouldBe(t *testing.T) {
+	r := newRig(t)
+	if err := os.WriteFile(r.home.Profile("work"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]string{"wrok": "did you mean work?", "other": r.home.Profile("other")} {
+		_, err := r.create(api.CreateRequest{Profile: name})
+		if code(err) != api.CodeInvalid || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v", name, err)
+		}
+	}
+}
+
+func TestDoctorFindsARuleThatDoesNotCompile(t *testing.T) {
+	r := newRig(t)
+	check := func() api.Check {
+		t.Helper()
+		var report api.DoctorReport
+		if err := r.person().Do(t.Context(), "GET", "/v1/doctor", nil, &report); err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range report.Checks {
+			if c.Name == "profiles" {
+				return c
+			}
+		}
+		t.Fatal("profiles are not checked")
+		return api.Check{}
+	}
+	if c := check(); !c.OK {
+		t.Errorf("without profiles: %+v", c)
+	}
+	profile := "[rules.r]\nmatch = 'mcp.request.argument.x == 1'\naction = \"block\"\n"
+	if err := os.WriteFile(r.home.Profile("p"), []byte(profile), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if c := check(); c.OK || !strings.Contains(c.Detail, "p.toml:2") {
+		t.Errorf("with a rule that does not compile: %+v", c)
+	}
+}
+
 func TestAnUnknownVMIsToldWithTheNearestName(t *testing.T) {
 	r := newRig(t)
 	r.mustCreate(api.CreateRequest{Name: "builder"})
