@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"path"
 	"strconv"
+	"strings"
 
 	"github.com/pelletier/go-toml/v2"
 )
@@ -67,7 +68,14 @@ func readRecipe(recipes fs.FS, name string) (Recipe, string, error) {
 	}
 	b, err := fs.ReadFile(recipes, path.Join(name, "recipe.toml"))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Recipe{}, "", fmt.Errorf("there is no recipe for an image %q: \"capsem image list\" shows those that are built", name)
+		known, err := fs.Glob(recipes, "*/recipe.toml")
+		if err != nil {
+			return Recipe{}, "", fmt.Errorf("listing the recipes: %w", err)
+		}
+		for i, file := range known {
+			known[i] = path.Dir(file)
+		}
+		return Recipe{}, "", fmt.Errorf("there is no recipe for an image %q; there is for %s", name, strings.Join(known, ", "))
 	}
 	if err != nil {
 		return Recipe{}, "", fmt.Errorf("reading the recipe of image %s: %w", name, err)
