@@ -30,7 +30,10 @@ func failure(err error) error {
 	if e.VM != "" {
 		lines = append(lines, "VM: "+e.VM)
 	}
-	if e.Hint != "" {
+	switch {
+	case strings.Contains(e.Hint, "capsem "): // a command line, which a model has not
+		lines = append(lines, "Hint for the person: "+e.Hint)
+	case e.Hint != "":
 		lines = append(lines, "Hint: "+e.Hint)
 	}
 	if next := nextStep(e.Code); next != "" {

@@ -324,7 +324,8 @@ func TestAToolErrorSaysWhatHappenedWhichRuleAndWhatToDo(t *testing.T) {
 		{"unknown VM", &api.Error{Code: api.CodeNotFound, Message: `there is no VM "box"`}, []string{`there is no VM "box"`, "Next: capsem_list"}},
 		{"blocked", &api.Error{Code: api.CodeBlocked, Message: "blocked by rule corp/no_rm: no", Rule: "corp/no_rm"}, []string{"blocked by rule", "Rule: corp/no_rm", "Next: the operator's rules"}},
 		{"name taken", &api.Error{Code: api.CodeExists, Message: "the name is taken", VM: "vm-1"}, []string{"the name is taken", "VM: vm-1", "another name"}},
-		{"stopped", &api.Error{Code: api.CodeState, Message: "box is stopped", Hint: "capsem start box"}, []string{"box is stopped", "Hint: capsem start box", "capsem_info"}},
+		{"stopped", &api.Error{Code: api.CodeState, Message: "box is stopped", Hint: "capsem start box"}, []string{"box is stopped", "Hint for the person: capsem start box", "capsem_info"}},
+		{"misspelt", &api.Error{Code: api.CodeNotFound, Message: "no", Hint: "did you mean box?"}, []string{"\nHint: did you mean box?"}},
 		{"busy", &api.Error{Code: api.CodeBusy, Message: "too much"}, []string{"try again"}},
 	}
 	for _, test := range tests {

@@ -16,7 +16,7 @@ func stopTool() tool {
 	return define(spec{
 		name:  "capsem_stop",
 		title: "Stop a VM",
-		text: `Shut a virtual machine down and keep it. Commands that run in it are ended, and in images without a disk everything that was written is lost. Use it to free what a VM takes when it is needed again later; to remove one use capsem_delete, which needs no stop before it.
+		text: `Shut a virtual machine down and keep it. Commands that run in it are ended, and in images without a disk everything that was written is lost. Use it to free what a VM takes while its record and name stay. No tool starts it again, only a person with the command line does: to be rid of a VM use capsem_delete, which needs no stop before it.
 The guest gets 10 seconds to shut down, then the plug is pulled. Returns the VM. Stopping one that does not run changes nothing.`,
 		hints: hints{destructive: true, idempotent: true},
 	}, func(ctx context.Context, c *call, in stopArguments) (machine, error) {
