@@ -1,5 +1,5 @@
-// Package cli is the command line: what a person types, one file for each
-// command or family of commands.
+// Package cli is the command line: what a person types, one file for each family
+// of commands.
 //
 // Results go to stdout, everything else to stderr. With --json a result is one
 // JSON value as package api has it, and nothing else. Guest text that reaches a
