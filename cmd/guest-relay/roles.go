@@ -20,6 +20,7 @@ import (
 	"github.com/capsem/capsem/internal/relay/command"
 	"github.com/capsem/capsem/internal/relay/doctor"
 	"github.com/capsem/capsem/internal/relay/pid1"
+	"github.com/capsem/capsem/internal/relay/sysmon"
 	"github.com/capsem/capsem/internal/relay/system"
 	"github.com/capsem/capsem/internal/relay/vsocknet"
 )
@@ -62,6 +63,7 @@ func runAgent(ctx context.Context, log *slog.Logger) error {
 	if os.Getppid() != 1 {
 		return errNotGuest
 	}
+	rest(log)
 	if err := os.MkdirAll(system.Folder, 0o755); err != nil {
 		return fmt.Errorf("making the agent's folder: %w", err)
 	}
@@ -97,8 +99,41 @@ func runAgent(ctx context.Context, log *slog.Logger) error {
 	})
 }
 
+// rest spares a guest whose processor is emulated most of what the runtime's
+// monitor costs. Without it all works, slower.
+func rest(log *slog.Logger) {
+	if err := sysmon.Rest(); err != nil {
+		log.Info("the runtime's monitor does not rest", "error", err)
+	}
+}
+
+// reopen opens a pipe once more, for the runtime's poller. The descriptor that we
+// were given may be shared, and stays as it is; what is no pipe, or another
+// user's, cannot be opened, and its reads block.
+func reopen(stdin io.Reader) (*os.File, error) {
+	f, ok := stdin.(*os.File)
+	if !ok {
+		return nil, os.ErrInvalid
+	}
+	info, err := f.Stat()
+	if err == nil && info.Mode().Type() != os.ModeNamedPipe {
+		err = os.ErrInvalid
+	}
+	if err != nil {
+		return nil, err
+	}
+	return os.OpenFile("/proc/self/fd/"+strconv.Itoa(int(f.Fd())), os.O_RDONLY|unix.O_NONBLOCK, 0)
+}
+
 // runMCP is a guest's MCP server.
 func runMCP(ctx context.Context, stdin io.Reader, stdout io.Writer, log *slog.Logger) error {
+	// A read that blocks would keep the processor from every other goroutine
+	// until the monitor sees it.
+	if pipe, err := reopen(stdin); err == nil {
+		defer pipe.Close()
+		stdin = pipe
+		rest(log)
+	}
 	return relay.MCP(ctx, stdin, stdout, relay.MCPOptions{
 		Dial: func(ctx context.Context) (net.Conn, error) {
 			ctx, cancel := context.WithTimeout(ctx, dialTimeout)

@@ -35,6 +35,8 @@ type execution struct {
 		Warn(msg string, args ...any)
 	}
 	stdin bool
+	// buffers are the pool of *[guestproto.MaxData]byte that the pumps share.
+	buffers *sync.Pool
 
 	out *guestproto.Credit // of what we send
 	in  *guestproto.Intake // of what the command has not read yet
@@ -57,7 +59,7 @@ func (s *streams) exec(conn net.Conn, c *guestproto.StreamConn, e *guestproto.Ex
 		return s.refuse(conn, c, &guestproto.Error{Code: "io", Message: err.Error()})
 	}
 	x := &execution{
-		c: c, cmd: cmd, log: s.opts.Log, stdin: e.Stdin,
+		c: c, cmd: cmd, log: s.opts.Log, stdin: e.Stdin, buffers: &s.buffers,
 		out: guestproto.NewCredit(), in: guestproto.NewIntake(),
 		exited: make(chan struct{}), lost: make(chan struct{}),
 	}
@@ -305,7 +307,9 @@ func (x *execution) feed() {
 // pump sends one output of the command: until its end, or, once the command has
 // ended, until what was in the pipe at that moment is sent.
 func (x *execution) pump(f *os.File, stream guestproto.StreamID) {
-	buf := make([]byte, guestproto.MaxData)
+	b := x.buffers.Get().(*[guestproto.MaxData]byte) //nolint:errcheck // the pool has nothing else
+	defer x.buffers.Put(b)
+	buf := b[:]
 	for {
 		n, err := f.Read(buf)
 		if !x.send(stream, buf[:n]) {

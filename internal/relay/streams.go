@@ -41,6 +41,9 @@ type streams struct {
 	env  *atomic.Pointer[[]string]
 
 	commands, transfers, conns chan struct{} // one element for each one under way
+	// buffers are for the output of commands: one that has nothing to say costs
+	// no 128 KiB of fresh memory.
+	buffers sync.Pool
 
 	mu      sync.Mutex // guards running and closing
 	running map[*execution]struct{}
@@ -58,6 +61,7 @@ func newStreams(o Options, env *atomic.Pointer[[]string]) *streams {
 		conns:     make(chan struct{}, maxConns),
 		running:   make(map[*execution]struct{}),
 		idle:      make(chan struct{}),
+		buffers:   sync.Pool{New: func() any { return new([guestproto.MaxData]byte) }},
 	}
 }
 

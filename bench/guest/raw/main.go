@@ -19,6 +19,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/relay/sysmon"
 )
 
 func main() {
@@ -36,7 +38,7 @@ func main() {
 func role(args []string) error {
 	switch {
 	case len(args) == 1 && args[0] == "relay":
-		return relay()
+		return errors.Join(sysmon.Rest(), relay())
 	case len(args) > 3 && args[0] == "client":
 		return client(args[1], args[2], args[3:])
 	}
@@ -52,7 +54,8 @@ func serveGuest() error {
 			return fmt.Errorf("mounting %s: %w", m.target, err)
 		}
 	}
-	if err := loadModules(); err != nil {
+	// What Capsem's guest spares itself is no part of a floor.
+	if err := errors.Join(sysmon.Rest(), loadModules()); err != nil {
 		return err
 	}
 	ended := make(chan error, 3)

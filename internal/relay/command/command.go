@@ -22,10 +22,13 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"runtime"
 	"sync"
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/capsem/capsem/internal/relay/sysmon"
 )
 
 // Spec is what to run.
@@ -115,7 +118,7 @@ func start(spec Spec) (*Command, error) {
 		attr.Sys.UseCgroupFD = true
 		attr.Sys.CgroupFD = int(spec.Group.dir.Fd())
 	}
-	pid, err := syscall.ForkExec(path, spec.Argv, attr)
+	pid, err := fork(path, spec.Argv, attr)
 	if err != nil {
 		pipes.closeParent()
 		return nil, startError(path, spec, err)
@@ -138,6 +141,17 @@ func start(spec Spec) (*Command, error) {
 		pidfd:  os.NewFile(uintptr(pidfd), "pidfd"),
 		tree:   tree{root: pid, group: spec.Group},
 	}, nil
+}
+
+// fork starts a process that inherits nothing of the thread it was started by:
+// that may be one with our own timer slack.
+func fork(path string, argv []string, attr *syscall.ProcAttr) (pid int, err error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := sysmon.Restore(); err != nil {
+		return 0, err
+	}
+	return syscall.ForkExec(path, argv, attr)
 }
 
 // abandon ends and reaps a process that cannot be kept.
