@@ -315,6 +315,7 @@ func descriptors(cmd Command) (files []*os.File, closeNull func(), err error) {
 			files[i] = null
 		}
 	}
-	// Closing a read-write null device cannot lose anything.
-	return files, func() { _ = null.Close() }, nil
+	return files, func() {
+		_ = null.Close() // a null device cannot lose anything
+	}, nil
 }

@@ -1,6 +1,7 @@
 package confine
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -245,13 +246,13 @@ func (in *Installed) answer(listener int, stop *os.File) {
 func approve(listener int) (executed bool, err error) {
 	var n notification
 	if err := ioctl(listener, unix.SECCOMP_IOCTL_NOTIF_RECV, unsafe.Pointer(&n)); err != nil {
-		if err == unix.ENOENT || err == unix.EINTR {
+		if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EINTR) {
 			return false, nil // whoever asked is gone, or a signal came
 		}
 		return false, fmt.Errorf("approving the program's start: %w", err)
 	}
 	a := answer{id: n.id, flags: unix.SECCOMP_USER_NOTIF_FLAG_CONTINUE}
-	if err := ioctl(listener, unix.SECCOMP_IOCTL_NOTIF_SEND, unsafe.Pointer(&a)); err != nil && err != unix.ENOENT {
+	if err := ioctl(listener, unix.SECCOMP_IOCTL_NOTIF_SEND, unsafe.Pointer(&a)); err != nil && !errors.Is(err, unix.ENOENT) {
 		return false, fmt.Errorf("approving the program's start: %w", err)
 	}
 	return n.number == unix.SYS_EXECVE, nil

@@ -82,7 +82,7 @@ func Landlock(r Rules) error {
 	if errno != 0 {
 		return fmt.Errorf("making Landlock rules: %w", errno)
 	}
-	defer func() { _ = unix.Close(int(set)) }() // the rules are in force or not, with or without it
+	defer unix.Close(int(set)) //nolint:errcheck // the rules are in force or not, with or without it
 	for _, s := range r.Shown {
 		if err := landlockAllow(int(set), s, files); err != nil {
 			return err
@@ -125,7 +125,7 @@ func landlockAllow(set int, s Shown, handled uint64) error {
 	if err != nil {
 		return fmt.Errorf("allowing %s: %w", s.Path, err)
 	}
-	defer func() { _ = unix.Close(fd) }() // only a name for the rule
+	defer unix.Close(fd) //nolint:errcheck // only a name for the rule
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return fmt.Errorf("allowing %s: %w", s.Path, err)

@@ -195,16 +195,21 @@ func (c *Client) started(s *started, pidfd *os.File, more []*os.File) {
 		return
 	}
 	p := &Process{client: c, id: s.ID, pid: s.PID, path: call.path, pidfd: pidfd, done: make(chan struct{})}
+	var err error
 	if len(more) == 1 {
-		// The descriptor is a copy of our own init's: when it is no listener, there
-		// is no proxy, and the program has no way out.
-		p.proxy, _ = net.FileListener(more[0])
+		if p.proxy, err = net.FileListener(more[0]); err != nil {
+			err = fmt.Errorf("starting %s: taking over its way out: %w", call.path, err)
+		}
 	}
 	c.running[s.ID] = p
-	dropped := call.dropped
+	dropped := call.dropped || err != nil
 	c.mu.Unlock()
 
-	call.result <- startResult{process: p}
+	if err != nil {
+		call.result <- startResult{err: err}
+	} else {
+		call.result <- startResult{process: p}
+	}
 	if dropped {
 		// When the launcher cannot be told it is gone, and so is the program.
 		_ = p.Kill()

@@ -34,7 +34,7 @@ var buildHostile = sync.OnceValues(func() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	cmd := exec.Command("go", "build", "-o", filepath.Join(dir, "hostile"), "./testdata/hostile") //nolint:noctx // the test's time limit is its own
+	cmd := exec.Command("go", "build", "-o", filepath.Join(dir, "hostile"), "./testdata/hostile")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("building the hostile program: %w\n%s", err, out)
@@ -79,7 +79,22 @@ func newTargets(t *testing.T) targets {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = packets.Close() }) // nobody is connected
+	answering := make(chan struct{})
+	go func() {
+		defer close(answering)
+		buf := make([]byte, 16)
+		for {
+			n, from, err := packets.ReadFrom(buf)
+			if err != nil {
+				return
+			}
+			_, _ = packets.WriteTo(buf[:n], from) // or they have gone
+		}
+	}()
+	t.Cleanup(func() {
+		_ = packets.Close() // nobody is connected
+		<-answering
+	})
 	x.udp = packets.LocalAddr().String()
 	x.victim = startVictim(t, hostile)
 	return x
@@ -171,8 +186,8 @@ func (x targets) attacks() []hostileAttack {
 	}
 }
 
-// openNetwork are the profiles whose network is the host's still.
-var openNetwork = []launch.Profile{launch.Aggregator}
+// openNetwork are the profiles whose network is the host's.
+var openNetwork = []launch.Profile{}
 
 // missingHere are targets that need not be there for a control.
 var missingHere = []string{"/var/run/docker.sock"}
@@ -310,5 +325,38 @@ func BenchmarkStart(b *testing.B) {
 				b.StartTimer()
 			}
 		})
+	}
+}
+
+func TestTheOnlyWayOutIsTheProxy(t *testing.T) {
+	client := newClient(t)
+	if !strings.HasPrefix(client.Isolation(), launch.Strict) {
+		t.Skip("needs user namespaces: this host has none")
+	}
+	hostile, err := buildHostile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := client.Start(t.Context(), launch.Jail{Profile: launch.Aggregator}, child.Command{
+		Path: hostile, Args: []string{"tcp", launch.ProxyAddress}, Dir: "/",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if slices.Contains(openNetwork, launch.Aggregator) {
+		if p.Proxy() != nil {
+			t.Error("a program in the host's network has a proxy")
+		}
+		return
+	}
+	conn, err := p.Proxy().Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(conn.Close(), p.Wait()); err != nil {
+		t.Error(err)
+	}
+	if _, err := p.Proxy().Accept(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("after the program's end: %v", err)
 	}
 }

@@ -87,7 +87,7 @@ func loopbackUp() error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = unix.Close(fd) }() // a handle for the ioctl
+	defer unix.Close(fd) //nolint:errcheck // a handle for the ioctl
 	request := struct {
 		name  [unix.IFNAMSIZ]byte
 		flags uint16

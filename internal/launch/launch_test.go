@@ -480,6 +480,61 @@ func TestIsolationIsWhatItSays(t *testing.T) {
 	}
 }
 
+func TestWithoutAJailNothingStartsUnlessWeakIsAccepted(t *testing.T) {
+	client := newClient(t)
+	p, err := client.Start(t.Context(), launch.Jail{Profile: launch.VMM}, child.Command{Path: "/bin/true"})
+	if strings.HasPrefix(client.Isolation(), launch.Strict) {
+		if err := errors.Join(err, p.Wait()); err != nil {
+			t.Error(err)
+		}
+		return
+	}
+	for _, want := range []string{"user namespaces: no space left on device", "sysctl user.max_user_namespaces=", `isolation = "weak"`} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %q in it", err, want)
+		}
+	}
+}
+
+func TestAJailShowsWhatItNames(t *testing.T) {
+	client := newClient(t)
+	dir := t.TempDir()
+	shown, hidden := filepath.Join(dir, "shown"), filepath.Join(dir, "hidden")
+	for _, name := range []string{shown, hidden} {
+		if err := os.Mkdir(name, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(name, "file"), []byte("text"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, test := range []struct {
+		name, script string
+		write        bool
+		want         bool
+	}{
+		{"reads what is shown", "cat $0/file", false, true},
+		{"does not write to what is shown", "echo > $0/new", false, false},
+		{"does not change what is shown", "echo > $0/file", false, false},
+		{"writes to what it may write to", "echo > $0/new", true, true},
+		{"does not see what is beside it", "cat $0/../hidden/file", true, false},
+	} {
+		j := jail()
+		if test.write {
+			j.Write = []string{shown}
+		} else {
+			j.Read = []string{shown}
+		}
+		p, err := client.Start(t.Context(), j, child.Command{Path: "/bin/sh", Args: []string{"-c", test.script, shown}, Env: []string{"PATH=/usr/bin:/bin"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Wait(); (err == nil) != test.want {
+			t.Errorf("%s: got %v", test.name, err)
+		}
+	}
+}
+
 func rerunArgs() []string {
 	return []string{"rerun", "-test.run=^Test", "-test.skip=^TestTheSuite|^TestNothingIsLeaked", "-test.timeout=2m"}
 }

@@ -54,7 +54,9 @@ func Serve(ctx context.Context, file *os.File, log *slog.Logger) error {
 		}
 	}
 	// Closing unblocks the receive; a second close is no failure.
-	stop := context.AfterFunc(ctx, func() { _ = sock.close() })
+	stop := context.AfterFunc(ctx, func() {
+		_ = sock.close()
+	})
 	defer stop()
 
 	err = sock.send(message{Hello: &hello{Isolation: s.isolation.name}})

@@ -19,7 +19,7 @@ import (
 // What holds one of the private folders is left out, whoever names it: it would
 // show the user's keys, or other VMs' ledgers. A profile that needs some of it
 // says which, with `read` and `write`.
-func visible(s config.Server, env []string, private []string) []string {
+func visible(s config.Server, env, private []string) []string {
 	var paths []string
 	for _, name := range append([]string{s.Command}, s.Args...) {
 		if name == s.Command {

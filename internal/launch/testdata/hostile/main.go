@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"strconv"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -238,8 +239,15 @@ func udp(args []string) error {
 	if err != nil {
 		return err
 	}
-	_, err = c.Write([]byte("x"))
-	return errors.Join(err, c.Close())
+	defer func() { _ = c.Close() }() // nothing is left to send
+	if _, err := c.Write([]byte("x")); err != nil {
+		return err
+	}
+	if err := c.SetReadDeadline(time.Now().Add(time.Second)); err != nil {
+		return err
+	}
+	_, err = c.Read(make([]byte, 1)) // whoever is attacked answers
+	return err
 }
 
 func socket(family, kind int) error { fd, err := unix.Socket(family, kind, 0); return closing(fd, err) }
