@@ -200,7 +200,8 @@ type HTTPRequest struct {
 	Body    []byte
 	// RedirectedFrom is the URL whose answer led here, "" for the first hop.
 	RedirectedFrom string
-	// Via says who asked: "builtin", later "egress" and "guest".
+	// Via says who asked: "builtin", or the name of the MCP server in whose jail
+	// the request was made.
 	Via string
 }
 

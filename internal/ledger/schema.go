@@ -175,14 +175,14 @@ func netEventsTable() Table {
 		Name: "net_events", State: "state", Unique: true,
 		Doc: "a request out, one redirect hop at a time",
 		Columns: columns(common(), []Column{
-			text("scheme", "http or https"),
+			text("scheme", "http or https; https for a tunnel"),
 			text("host", "host name or address"),
 			number("port", "TCP port"),
 			text("method", "HTTP method"),
 			text("path", "path of the URL"),
 			text("query", "query of the URL"),
 			text("redirected_from", "the URL whose answer led here"),
-			text("via", "who asked: builtin, egress or guest"),
+			text("via", "who asked: builtin, or the MCP server in whose jail the request was made"),
 			text("policy_digest", "the rules that judged"),
 		}, judged("state"), outcomes(
 			number("status", "HTTP status"),

@@ -183,7 +183,7 @@ func httpFields() []*field {
 		}
 	}
 	return []*field{
-		{name: "http.method", typ: str, family: familyHTTP, doc: "the request's method, upper case", read: get(func(h *event.HTTPRequest) string { return h.Method })},
+		{name: "http.method", typ: str, family: familyHTTP, doc: "the request's method, upper case; `CONNECT` for a tunnel of TLS, of which only scheme, host and port are known", read: get(func(h *event.HTTPRequest) string { return h.Method })},
 		{name: "http.scheme", typ: str, family: familyHTTP, doc: "`http` or `https`", read: get(func(h *event.HTTPRequest) string { return h.Scheme })},
 		{name: "http.host", typ: str, family: familyHTTP, doc: "the host, lower case, without port", read: get(func(h *event.HTTPRequest) string { return h.Host })},
 		{
