@@ -92,7 +92,7 @@ func (p *Proxy) readBody(ctx context.Context, c *client, h *head) (body []byte, 
 			return nil, nil, fmt.Errorf("asking for the body: %w", err)
 		}
 	}
-	var from io.Reader = io.LimitReader(c.in, length)
+	from := io.LimitReader(c.in, length)
 	if chunked {
 		// Trailers are left unread: nothing of this connection is read again.
 		from = httputil.NewChunkedReader(c.in)

@@ -32,7 +32,7 @@ func (p *Proxy) forward(ctx context.Context, c *client, u *url.URL, header http.
 	act := func(context.Context) event.Outcome {
 		// The answer's body outlives this function, and lives by this context.
 		var err error
-		if answer, err = p.roundTrip(ctx, u, header, req); err != nil {
+		if answer, err = p.roundTrip(ctx, u, header, req); err != nil { //nolint:bodyclose // closed below, when it was passed on or withheld
 			return failed(err)
 		}
 		return event.Outcome{
