@@ -79,7 +79,7 @@ test *args: build _peers
 
 # Run the scripts on real virtual machines, and fail where there can be none: just e2e -run TestScripts/mcp
 e2e *args: build _peers
-    CAPSEM_TEST_HOME='{{ test_home }}' CAPSEM_TEST_REQUIRE=vm go test -count=1 -timeout 15m ./tests/... "$@"
+    CAPSEM_TEST_HOME='{{ test_home }}' CAPSEM_TEST_REQUIRE=vm,npm go test -count=1 -timeout 15m ./tests/... "$@"
 
 # All that must pass before a change is proposed
 check: lint vet test (fuzz "5s") docs

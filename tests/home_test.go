@@ -283,7 +283,7 @@ func (h *home) shutDown() {
 // kept are the files that a home without VMs has, as patterns.
 var kept = []string{
 	"service.db", "service.db.lock", "config.toml", "corp.toml", "profiles/*", "secrets/*", "cache/*", "images/*", "images/*/*", "images/*/*/*", "images/*/*/*/*",
-	"run/service.log", "run/service.lock", "run/service.lock.start", "run/accel.json",
+	"run/service.log", "run/service.lock", "run/service.lock.start", "run/accel.json", "run/reserve",
 	"ledgers/vm-*/session.db", "ledgers/vm-*/vm.json",
 }
 
