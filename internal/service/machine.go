@@ -59,13 +59,14 @@ func (m *machine) take(ctx context.Context) (done func(), err error) {
 	}
 }
 
-// set changes the record, on disk first.
+// set changes the record, on disk first. Where somebody has removed the VM's
+// folder there is nothing to change but what we know.
 func (m *machine) set(change func(*config.VMRecord)) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	next := m.record
 	change(&next)
-	if err := config.WriteVMRecord(m.s.opts.Home.VMRecord(next.ID), next); err != nil {
+	if err := config.WriteVMRecord(m.s.opts.Home.VMRecord(next.ID), next); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("recording the state of %s: %w", next.Name, err)
 	}
 	m.record = next

@@ -15,6 +15,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
@@ -90,6 +91,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if err := s.listen(ctx); err != nil {
 		return err
 	}
+	s.background.Go(func() error { return s.homeRemoved(lock) })
 	return s.background.Wait()
 }
 
@@ -103,6 +105,31 @@ func lockHome(h config.Home) (*os.File, error) {
 		return nil, errors.Join(fmt.Errorf("another service serves %s already", h.Root()), f.Close())
 	}
 	return f, nil
+}
+
+// homeLook is how often it is looked whether the home is the one that we serve.
+const homeLook = 2 * time.Second
+
+// homeRemoved ends the service with an error when its home is gone, or is another
+// one: nobody finds its sockets any more.
+func (s *Service) homeRemoved(lock *os.File) error {
+	ours, err := lock.Stat()
+	if err != nil {
+		return fmt.Errorf("looking at the home's lock: %w", err)
+	}
+	tick := time.NewTicker(homeLook)
+	defer tick.Stop()
+	for {
+		select {
+		case <-s.lifetime.Done():
+			return nil
+		case <-tick.C:
+		}
+		there, err := os.Stat(s.opts.Home.ServiceLock())
+		if errors.Is(err, fs.ErrNotExist) || err == nil && !os.SameFile(ours, there) {
+			return fmt.Errorf("%s was removed while it was served", s.opts.Home.Root())
+		}
+	}
 }
 
 // openLedger opens the record of what concerns no VM, and the rules for it: the

@@ -14,6 +14,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -243,12 +244,16 @@ func (s *Session) wait(ctx context.Context) error {
 	ended := make(chan error, 1)
 	go func() { ended <- s.machine.Wait() }()
 	record := context.WithoutCancel(ctx)
+	removed, unwatch := s.folderRemoved()
+	defer unwatch()
 	select {
 	case err := <-ended:
 		return s.ended(record, err, "the guest powered off")
 	case <-ctx.Done():
 		s.state.Phase = config.Stopping
 		return errors.Join(s.writeState(), s.machine.Stop(record), s.ledger.VMEvent(record, "stopped", "the plug was pulled"))
+	case <-removed:
+		return errors.Join(errors.New("the VM's folder was removed while it ran"), s.machine.Stop(record))
 	case <-s.stopping:
 	}
 	s.state.Phase = config.Stopping
@@ -256,6 +261,35 @@ func (s *Session) wait(ctx context.Context) error {
 		return err
 	}
 	return s.shutDown(ctx, ended)
+}
+
+// folderLook is how often it is looked whether the VM's folder is there.
+const folderLook = 2 * time.Second
+
+// folderRemoved tells when somebody has removed the VM's folder. Nobody could find
+// or end such a VM any more, and its ledger has no name.
+func (s *Session) folderRemoved() (removed <-chan struct{}, stop func()) {
+	gone, quit, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(folderLook)
+		defer tick.Stop()
+		for {
+			select {
+			case <-quit:
+				return
+			case <-tick.C:
+			}
+			if _, err := os.Stat(s.opts.Home.VMRecord(s.opts.ID)); errors.Is(err, fs.ErrNotExist) {
+				close(gone)
+				return
+			}
+		}
+	}()
+	return gone, func() {
+		close(quit)
+		<-done
+	}
 }
 
 // shutDown has the guest power off, and pulls the plug when it does not.
