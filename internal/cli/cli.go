@@ -117,6 +117,7 @@ func (a *app) print(v any) {
 	enc.SetEscapeHTML(false)
 	enc.SetIndent("", "  ")
 	if err := enc.Encode(v); err != nil {
+		a.sayf("writing the result: %s", err)
 		a.status = ExitFailure
 	}
 }

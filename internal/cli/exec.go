@@ -141,7 +141,11 @@ func (a *app) runOnce(ctx context.Context, c *client.Client, req api.CreateReque
 	defer stop()
 	making, stopMaking := signal.NotifyContext(ctx, os.Interrupt)
 	vm, err := a.make(making, c, req)
+	interrupted := making.Err() != nil
 	stopMaking()
+	if err != nil && interrupted {
+		return errors.New("interrupted before the command began; its VM is being removed")
+	}
 	if err != nil {
 		return err
 	}

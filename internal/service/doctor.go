@@ -64,9 +64,9 @@ func (s *Service) checkAccelerator() api.Check {
 	case err != nil:
 		c.OK, c.Detail = false, err.Error()
 	default:
-		c.Detail = probe.Accelerator
-		if probe.Reason != "" {
-			c.Detail += ": " + probe.Reason
+		c.Detail = probe.Accelerator + ": " + probe.Reason
+		if probe.Accelerator == config.AcceleratorTCG {
+			c.Detail = probe.Accelerator + ": software emulation, which is slower, for KVM failed: " + probe.Reason
 		}
 	}
 	return c

@@ -75,7 +75,7 @@ func (s *Session) captured(w http.ResponseWriter, r *http.Request, ev *event.Eve
 	result := out.Exec
 	api.WriteJSON(w, http.StatusOK, api.ExecResult{
 		ID: exec.ID, ExitCode: result.ExitCode, Signal: result.Signal, TimedOut: result.TimedOut,
-		Stdout: stdout.kept.Bytes(), Stderr: stderr.kept.Bytes(), StdoutBytes: result.StdoutBytes, StderrBytes: result.StderrBytes,
+		Stdout: stdout.bytes(), Stderr: stderr.bytes(), StdoutBytes: result.StdoutBytes, StderrBytes: result.StderrBytes,
 		Truncated: result.Truncated, Leaked: result.Leaked, DurationUS: out.Duration.Microseconds(), EventID: ev.ID,
 	})
 	return nil
@@ -176,6 +176,14 @@ func (c *capture) Write(p []byte) (int, error) {
 	}
 	c.kept.Write(fits)
 	return len(p), nil
+}
+
+// bytes is what was kept. It is never nil, which JSON would have as null.
+func (c *capture) bytes() []byte {
+	if c.kept.Len() == 0 {
+		return []byte{}
+	}
+	return c.kept.Bytes()
 }
 
 // apiError names the guest's failures for the API.
