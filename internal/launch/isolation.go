@@ -38,8 +38,9 @@ type isolation struct {
 	missing string
 }
 
-// namespaces are those of every jail. The network's comes with the profile.
-const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWCGROUP
+// namespaces are those of every jail, beside that of users.
+const namespaces = unix.CLONE_NEWNS | unix.CLONE_NEWPID | unix.CLONE_NEWNET | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS |
+	unix.CLONE_NEWCGROUP
 
 // probe finds out what the kernel lets this process do, by doing it: it forks
 // into the namespaces and executes a program that does not exist.
@@ -83,25 +84,11 @@ func userNamespace() *syscall.SysProcAttr {
 	}
 }
 
-// with is attr for a program with such a network.
-func (i isolation) with(n network) *syscall.SysProcAttr {
-	if i.attr == nil {
-		return nil
-	}
-	attr := *i.attr
-	if n != hostNetwork {
-		attr.Cloneflags |= unix.CLONE_NEWNET
-	}
-	return &attr
-}
-
-// tryNamespaces returns why a process cannot be started with attr and a network
-// of its own.
+// tryNamespaces returns why a process cannot be started with attr.
 func tryNamespaces(attr syscall.SysProcAttr) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	attr.Pdeathsig = syscall.SIGKILL
-	attr.Cloneflags |= unix.CLONE_NEWNET
 	var err error
 	if dumpErr := dumpable(func() {
 		_, err = os.StartProcess("", []string{"probe"}, &os.ProcAttr{Env: []string{}, Sys: &attr})

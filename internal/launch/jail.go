@@ -150,8 +150,21 @@ func (b *built) landlock(tree bool, held []*os.File) error {
 		if b.view.Temp > 0 {
 			shown = append(shown, confine.Shown{Path: "/tmp", Access: confine.Write})
 		}
-	} else if b.view.Proc {
-		shown = append(shown, confine.Shown{Path: "/proc", Access: confine.Read})
+	} else {
+		shown = append(shown, weakly(b.confinement)...)
 	}
-	return confine.Landlock(confine.Rules{Shown: shown, Held: held, TCP: b.network != noNetwork})
+	return confine.Landlock(confine.Rules{Shown: shown, Held: held, TCP: b.network == proxyNetwork})
+}
+
+// weakly is what a program sees besides where there is no tree: the host's /proc
+// in the place of its own, and what resolves names in the host's network.
+func weakly(c confinement) []confine.Shown {
+	var shown []confine.Shown
+	if c.view.Proc {
+		shown = optional("/proc")
+	}
+	if c.network == proxyNetwork {
+		shown = append(shown, optional("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/host.conf")...)
+	}
+	return shown
 }

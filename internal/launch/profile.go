@@ -45,7 +45,8 @@ type Jail struct {
 // maxShown bounds each list of a Jail.
 const maxShown = 256
 
-// network is what a program can reach.
+// network is what a program can reach, in the network namespace of its jail. A
+// program that runs weakly is in the host's network instead.
 type network int
 
 const (
@@ -54,8 +55,6 @@ const (
 	// proxyNetwork is one in which 127.0.0.1:3128 can be connected to, and
 	// nothing else: the listener is with the client, see Process.Proxy.
 	proxyNetwork
-	// hostNetwork is the host's.
-	hostNetwork
 )
 
 // confinement is what a profile takes from its program. It is all data: init
@@ -109,7 +108,7 @@ func vmmConfinement() confinement {
 // space, with which node does not start: RLIMIT_DATA bounds the memory that a
 // process can write to.
 func aggregatorConfinement() confinement {
-	c := confinement{
+	return confinement{
 		network:  proxyNetwork,
 		oomFirst: true,
 		limits: map[int]uint64{
@@ -122,10 +121,6 @@ func aggregatorConfinement() confinement {
 			"/etc/mime.types", "/etc/protocols", "/etc/services",
 		))},
 	}
-	if c.network == hostNetwork {
-		c.view.Shown = append(c.view.Shown, optional("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/host.conf")...)
-	}
-	return c
 }
 
 // builtinConfinement: our own tools work on their pipes alone, and ask the
@@ -134,7 +129,7 @@ func builtinConfinement() confinement {
 	return confinement{
 		oomFirst: true,
 		limits: map[int]uint64{
-			unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: 64, unix.RLIMIT_NPROC: 64, unix.RLIMIT_FSIZE: 0,
+			unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: 64, unix.RLIMIT_NPROC: 64,
 			unix.RLIMIT_DATA: 2 << 30, unix.RLIMIT_MEMLOCK: 0, unix.RLIMIT_MSGQUEUE: 0,
 		},
 		filter: confine.Filter{Allow: confine.GoRuntime(), Once: true},

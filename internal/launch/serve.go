@@ -128,15 +128,11 @@ func (s *server) fork(req *startRequest) (*tree, error) {
 	if err != nil {
 		return nil, err
 	}
-	conf, err := req.Profile.confinement()
-	if err != nil {
-		return nil, errors.Join(err, theirs.Close(), line.close())
-	}
 	var init *child.Process
 	dumpErr := dumpable(func() {
 		init, err = child.Start(context.Background(), child.Command{
 			Path: "/proc/self/exe", Args: []string{InitCommand}, Dir: "/",
-			Stderr: os.Stderr, Files: []*os.File{theirs}, Attr: s.isolation.with(conf.network),
+			Stderr: os.Stderr, Files: []*os.File{theirs}, Attr: s.isolation.attr,
 		})
 	})
 	if err := errors.Join(err, dumpErr, theirs.Close()); err != nil {
