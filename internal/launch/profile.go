@@ -208,7 +208,7 @@ func (j Jail) confine(program string, env []string) (confinement, error) {
 	_, err = os.Stat(file)
 	shown := append(c.view.Shown, confine.Shown{Path: file, Optional: errors.Is(err, fs.ErrNotExist)})
 	if j.KVM {
-		shown = append(shown, confine.Shown{Path: "/dev/kvm", Access: confine.Device})
+		shown = append(shown, confine.Shown{Path: "/dev/kvm", Access: confine.Device, Optional: true})
 	}
 	for _, path := range j.Read {
 		shown = append(shown, confine.Shown{Path: path, Optional: true})
