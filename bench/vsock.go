@@ -6,9 +6,14 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/capsem/capsem/bench/guest/wire"
+	"github.com/capsem/capsem/internal/vm"
 )
 
 func vsockBenchmark() benchmark {
@@ -45,16 +50,57 @@ func benchVsock(ctx context.Context, l *lab) (rows []row, err error) {
 		{"vsock, host to guest", "MiB/s", atLeast(1), toGuest},
 		{"vsock, guest to host", "MiB/s", atLeast(1), fromGuest},
 	} {
-		all, err := alternate(ctx, l.rounds(9),
-			func(context.Context) (float64, error) { return m.measure(conn) },
-			func(context.Context) (float64, error) { return m.measure(f.serial) },
-		)
+		var busy [2]series
+		watched := func(i int, c net.Conn) side {
+			return func(context.Context) (float64, error) {
+				before, began := f.cpuTimes(), time.Now()
+				v, err := m.measure(c)
+				busy[i] = append(busy[i], 100*float64(f.busiest(before))/float64(time.Since(began)))
+				return v, err
+			}
+		}
+		all, err := alternate(ctx, l.rounds(9), watched(0, conn), watched(1, f.serial))
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", m.what, err)
 		}
-		rows = append(rows, compare(m.what, m.unit, all[0], all[1], m.bar, ""))
+		note := fmt.Sprintf("the guest's processor is busy %.0f %% of the time, floor %.0f %%", busy[0].median(), busy[1].median())
+		rows = append(rows, compare(m.what, m.unit, all[0], all[1], m.bar, note))
 	}
 	return rows, nil
+}
+
+// cpuTimes is how long each thread of the machine's QEMU has run. The busiest one
+// is the guest's processor.
+func (f *floorVM) cpuTimes() map[string]time.Duration {
+	times := map[string]time.Duration{}
+	inspector, ok := f.machine.(vm.Inspector)
+	if !ok {
+		return times
+	}
+	names, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", inspector.PID()))
+	if err != nil {
+		return times
+	}
+	for _, name := range names {
+		// In nanoseconds: Documentation/scheduler/sched-stats.rst of the kernel.
+		stat, err := os.ReadFile(name)
+		if err != nil {
+			continue // the thread has ended
+		}
+		ran, _, _ := strings.Cut(string(stat), " ")
+		if ns, err := strconv.ParseInt(ran, 10, 64); err == nil {
+			times[name] = time.Duration(ns)
+		}
+	}
+	return times
+}
+
+// busiest is what the thread ran that ran most since before.
+func (f *floorVM) busiest(before map[string]time.Duration) (most time.Duration) {
+	for name, ran := range f.cpuTimes() {
+		most = max(most, ran-before[name])
+	}
+	return most
 }
 
 func toGuest(conn net.Conn) (float64, error) {

@@ -58,10 +58,18 @@ func serveGuest() error {
 	if err := errors.Join(sysmon.Rest(), loadModules()); err != nil {
 		return err
 	}
+	ssh, err := listen(portSSH)
+	if err != nil {
+		return err
+	}
+	raw, err := listen(portRaw)
+	if err != nil {
+		return err
+	}
 	ended := make(chan error, 3)
 	go func() { ended <- serveSerial() }()
-	go func() { ended <- listen(portSSH, serveSSH) }()
-	go func() { ended <- listen(portRaw, serveRequests) }()
+	go func() { ended <- accept(ssh, serveSSH) }()
+	go func() { ended <- accept(raw, serveRequests) }()
 	if err := callHost(); err != nil {
 		return err
 	}

@@ -57,8 +57,8 @@ func retry(call func() (int, error)) (int, error) {
 	}
 }
 
-// listen serves every connection to port in a goroutine of its own.
-func listen(port uint32, serve func(fd) error) error {
+// listen listens on a port.
+func listen(port uint32) (fd, error) {
 	l, err := unix.Socket(unix.AF_VSOCK, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err == nil {
 		err = unix.Bind(l, &unix.SockaddrVM{CID: unix.VMADDR_CID_ANY, Port: port})
@@ -66,22 +66,29 @@ func listen(port uint32, serve func(fd) error) error {
 	if err == nil {
 		err = unix.Listen(l, unix.SOMAXCONN)
 	}
-	for err == nil {
-		var conn int
-		conn, err = retry(func() (int, error) {
-			c, _, err := unix.Accept4(l, unix.SOCK_CLOEXEC)
+	if err != nil {
+		return 0, fmt.Errorf("listening on port %d: %w", port, err)
+	}
+	return fd(l), nil
+}
+
+// accept serves every connection in a goroutine of its own.
+func accept(l fd, serve func(fd) error) error {
+	for {
+		conn, err := retry(func() (int, error) {
+			c, _, err := unix.Accept4(int(l), unix.SOCK_CLOEXEC)
 			return c, err
 		})
-		if err == nil {
-			go func() {
-				if err := serve(fd(conn)); err != nil {
-					fmt.Fprintln(os.Stderr, "raw:", err)
-				}
-				_ = unix.Close(conn) // the host sees what is missing
-			}()
+		if err != nil {
+			return fmt.Errorf("accepting a connection: %w", err)
 		}
+		go func() {
+			if err := serve(fd(conn)); err != nil {
+				fmt.Fprintln(os.Stderr, "raw:", err)
+			}
+			_ = unix.Close(conn) // the host sees what is missing
+		}()
 	}
-	return fmt.Errorf("listening on port %d: %w", port, err)
 }
 
 // callHost tells the host that everything listens.
