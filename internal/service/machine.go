@@ -276,6 +276,15 @@ const startedWithin = 2 * time.Minute
 // caller has the VM's turn.
 func (m *machine) start(ctx context.Context, by event.Initiator, step func(string)) error {
 	record, proc := m.snapshot()
+	if proc != nil && m.ending(record) {
+		select {
+		case <-proc.ended:
+		case <-time.After(stopMargin):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		record, proc = m.snapshot()
+	}
 	if proc != nil {
 		return &api.Error{Code: api.CodeState, Message: record.Name + " runs already", VM: record.ID}
 	}
@@ -305,6 +314,13 @@ func (m *machine) start(ctx context.Context, by event.Initiator, step func(strin
 	m.notes = notes
 	m.mu.Unlock()
 	return m.set(func(r *config.VMRecord) { r.State, r.Reason = config.Running, "" })
+}
+
+// ending reports whether the VM's process is about to end by itself: its guest has
+// powered off.
+func (m *machine) ending(record config.VMRecord) bool {
+	state, err := config.ReadVMState(m.s.opts.Home.VMState(m.id))
+	return err == nil && state.Incarnation == record.Incarnation && (state.Phase == config.Stopping || state.Phase == config.Exited)
 }
 
 // stop ends the VM's process: in an orderly way, or at once. The caller has the

@@ -142,6 +142,24 @@ func TestAStartThatItsServiceDidNotSeeTheEndOfIsSeenThrough(t *testing.T) {
 	}
 }
 
+// TestAVMWhoseGuestHasJustPoweredOffCanBeStarted: its process is on the way out.
+func TestAVMWhoseGuestHasJustPoweredOffCanBeStarted(t *testing.T) {
+	r := newRig(t)
+	vm := r.mustCreate(api.CreateRequest{Name: "box"})
+	state, err := config.ReadVMState(r.home.VMState(vm.ID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	state.Phase = config.Stopping
+	if err := errors.Join(config.WriteVMState(r.home.VMState(vm.ID), state), syscall.Kill(vm.PID, syscall.SIGTERM)); err != nil {
+		t.Fatal(err)
+	}
+	var again api.VM
+	if err := r.person().Do(t.Context(), "POST", "/v1/vms/box/start", nil, &again); err != nil || again.State != api.StateRunning || again.PID == vm.PID {
+		t.Errorf("got %v, %+v", err, again)
+	}
+}
+
 // TestAFrozenProcessHoldsNobodyUp: who wants to run a command is told, and a stop
 // kills it and says so. It takes as long as both are patient.
 func TestAFrozenProcessHoldsNobodyUp(t *testing.T) {

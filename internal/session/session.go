@@ -248,7 +248,8 @@ func (s *Session) wait(ctx context.Context) error {
 	defer unwatch()
 	select {
 	case err := <-ended:
-		return s.ended(record, err, "the guest powered off")
+		s.state.Phase = config.Stopping
+		return errors.Join(s.writeState(), s.ended(record, err, "the guest powered off"))
 	case <-ctx.Done():
 		s.state.Phase = config.Stopping
 		return errors.Join(s.writeState(), s.machine.Stop(record), s.ledger.VMEvent(record, "stopped", "the plug was pulled"))
