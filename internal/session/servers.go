@@ -195,11 +195,7 @@ func (s *Session) jail(c config.Server, def toolproto.Server) (launch.Jail, erro
 	for _, v := range def.Env {
 		env = append(env, v.Name+"="+string(v.Value))
 	}
-	private := []string{s.opts.Home.Root()}
-	if user := s.opts.Env.Get("HOME"); user != "" {
-		private = append(private, user)
-	}
-	j.Read = existing(append(visible(c, env, private), c.Read...))
+	j.Read = existing(append(visible(c, env, s.opts.Env.Get("HOME"), s.opts.Home.Root()), c.Read...))
 	j.Write = append(existing(c.Write), home)
 	return j, nil
 }

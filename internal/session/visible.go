@@ -16,13 +16,23 @@ import (
 // path. Of a file in a package, the package is shown, for a program without its
 // parts does not run; of any other file, the file. A folder is shown whole.
 //
-// What holds one of the private folders is left out, whoever names it: it would
-// show the user's keys, or other VMs' ledgers. A profile that needs some of it
-// says which, with `read` and `write`.
-func visible(s config.Server, env, private []string) []string {
+// What holds the user's home or Capsem's, or lies in Capsem's, is left out,
+// whoever names it: it would show the user's keys, or ledgers. A profile that
+// needs some of it says so, with `read` and `write`.
+func visible(s config.Server, env []string, user, capsem string) []string {
+	private := func(path string) bool {
+		return path == "/" || within(user, path) || within(capsem, path) || within(path, capsem)
+	}
 	var paths []string
-	for _, name := range append([]string{s.Command}, s.Args...) {
-		if name == s.Command {
+	add := func(path string) {
+		if whole := packageOf(path); !private(whole) {
+			paths = append(paths, whole)
+		} else if !private(path) {
+			paths = append(paths, path)
+		}
+	}
+	for i, name := range append([]string{s.Command}, s.Args...) {
+		if i == 0 {
 			file, err := child.Lookup(name, env)
 			if err != nil {
 				continue // its start says so
@@ -33,14 +43,11 @@ func visible(s config.Server, env, private []string) []string {
 			continue
 		}
 		name = filepath.Clean(name)
-		paths = append(paths, packageOf(name))
+		add(name)
 		if real, err := filepath.EvalSymlinks(name); err == nil && real != name {
-			paths = append(paths, packageOf(real))
+			add(real)
 		}
 	}
-	paths = slices.DeleteFunc(paths, func(path string) bool {
-		return path == "/" || slices.ContainsFunc(private, func(p string) bool { return within(p, path) })
-	})
 	slices.Sort(paths)
 	return slices.Compact(paths)
 }
@@ -63,7 +70,7 @@ func packageOf(path string) string {
 			}
 		}
 	}
-	for dir := filepath.Dir(path); dir != "/"; dir = filepath.Dir(dir) {
+	for dir := filepath.Dir(path); dir != "/" && !shared(dir); dir = filepath.Dir(dir) {
 		for _, mark := range []string{"package.json", "pyproject.toml", "pyvenv.cfg"} {
 			if exists(filepath.Join(dir, mark)) {
 				return dir
@@ -73,6 +80,13 @@ func packageOf(path string) string {
 	return path
 }
 
+// shared reports whether anybody may put files into a folder: there a package's
+// description says nothing.
+func shared(dir string) bool {
+	info, err := os.Stat(dir)
+	return err != nil || info.Mode().Perm()&0o002 != 0
+}
+
 func exists(path string) bool {
 	_, err := os.Lstat(path)
 	return err == nil
@@ -80,6 +94,9 @@ func exists(path string) bool {
 
 // within reports whether path is folder or lies below it.
 func within(path, folder string) bool {
+	if path == "" || folder == "" {
+		return false
+	}
 	rel, err := filepath.Rel(folder, path)
 	return err == nil && filepath.IsLocal(rel)
 }
