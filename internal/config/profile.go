@@ -7,7 +7,7 @@ import (
 	"maps"
 	"net"
 	"net/url"
-	"path"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -454,13 +454,13 @@ func (t *table) globs(key string) []string {
 
 // ProfileNames lists the profiles in the home, without the built-in one.
 func ProfileNames(h Home) ([]string, error) {
-	files, err := filepath.Glob(filepath.Join(h.Profiles(), "*.toml"))
+	entries, err := os.ReadDir(h.Profiles())
 	if err != nil {
 		return nil, fmt.Errorf("listing profiles: %w", err)
 	}
-	names := make([]string, 0, len(files))
-	for _, f := range files {
-		if name := strings.TrimSuffix(path.Base(f), ".toml"); CheckProfileName(name) == nil {
+	names := make([]string, 0, len(entries))
+	for _, e := range entries {
+		if name, ok := strings.CutSuffix(e.Name(), ".toml"); ok && CheckProfileName(name) == nil {
 			names = append(names, name)
 		}
 	}

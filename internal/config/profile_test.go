@@ -332,3 +332,16 @@ egress = ["auth.example.com:443"]`, "auth.example.com:443 127.0.0.1:3000"},
 		}
 	}
 }
+
+func TestProfilesAreListedAlsoWhereTheHomeReadsLikeAPattern(t *testing.T) {
+	h, err := OpenHome(environment(map[string]string{EnvHome: t.TempDir() + "/a[b] c*"}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(h.Profile("work"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if names, err := ProfileNames(h); err != nil || !slices.Equal(names, []string{"work"}) {
+		t.Errorf("got %q, %v", names, err)
+	}
+}
