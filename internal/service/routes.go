@@ -2,6 +2,7 @@ package service
 
 import (
 	"context"
+	"net"
 	"net/http"
 	"net/http/httputil"
 	"net/url"
@@ -43,8 +44,9 @@ func (s *Service) routes(kind event.InitiatorKind) http.Handler {
 	on("GET /v1/images", s.serveImages)
 	on("POST /v1/images", s.serveImageBuild)
 	on("GET /v1/profiles", s.serveProfiles)
+	pass := s.passer()
 	for _, part := range vmRoutes {
-		on(part.method+" /v1/vms/{vm}/"+part.path, s.pass)
+		on(part.method+" /v1/vms/{vm}/"+part.path, pass)
 	}
 	if kind == event.Person {
 		on("GET /v1/secrets", s.serveSecrets)
@@ -158,8 +160,37 @@ func (s *Service) serveInfo(w http.ResponseWriter, r *http.Request) error {
 // connection that carries a command's streams. One that hangs would never.
 const takeOverTime = 15 * time.Second
 
-// pass hands a request to the VM's own process, with who makes it.
-func (s *Service) pass(w http.ResponseWriter, r *http.Request) error {
+// idleConns and idleTime bound the connections to a VM's own process that are
+// kept for the next request.
+const (
+	idleConns = 4
+	idleTime  = time.Minute
+)
+
+// passer returns what hands a request to the VM's own process, with who makes it.
+// Connections are kept: opening one costs both processes a good part of what a
+// short command takes.
+func (s *Service) passer() func(http.ResponseWriter, *http.Request) error {
+	transport := &http.Transport{
+		MaxIdleConnsPerHost: idleConns, IdleConnTimeout: idleTime,
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			id, _, err := net.SplitHostPort(addr) // a VM's id stands for its host
+			if err != nil {
+				return nil, err
+			}
+			socket, err := s.opts.Home.VMSocket(id)
+			if err != nil {
+				return nil, err
+			}
+			return (&net.Dialer{}).DialContext(ctx, "unix", socket)
+		},
+	}
+	context.AfterFunc(s.lifetime, transport.CloseIdleConnections)
+	return func(w http.ResponseWriter, r *http.Request) error { return s.pass(w, r, transport) }
+}
+
+// pass hands a request to the VM's own process.
+func (s *Service) pass(w http.ResponseWriter, r *http.Request, transport *http.Transport) error {
 	m, err := s.registry.find(r.PathValue("vm"))
 	if err != nil {
 		return err
@@ -169,23 +200,19 @@ func (s *Service) pass(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	c.Close()
-	socket, err := s.opts.Home.VMSocket(m.id)
-	if err != nil {
-		return err
-	}
-	who := caller(r)
-	transport := unixTransport(socket)
 	if r.Header.Get("Upgrade") != "" {
 		// The process takes such a connection over before it does anything
-		// that may last.
+		// that may last. It is not kept.
+		transport = transport.Clone()
 		transport.ResponseHeaderTimeout = takeOverTime
+		defer transport.CloseIdleConnections()
 	}
-	defer transport.CloseIdleConnections()
+	who := caller(r)
 	proxy := &httputil.ReverseProxy{
 		Transport:     transport,
 		FlushInterval: -1,
 		Rewrite: func(p *httputil.ProxyRequest) {
-			p.Out.URL = &url.URL{Scheme: "http", Host: "vm", RawQuery: p.In.URL.RawQuery}
+			p.Out.URL = &url.URL{Scheme: "http", Host: m.id, RawQuery: p.In.URL.RawQuery}
 			_, rest, _ := strings.Cut(strings.TrimPrefix(p.In.URL.Path, "/v1/vms/"), "/")
 			p.Out.URL.Path = "/v1/" + rest
 			p.Out.Host = "vm"
