@@ -32,15 +32,48 @@ import (
 // once more; it is long, because a busy host that translates code is slow.
 const bootTime = 40 * time.Second
 
+// verification is the VM's image, which is read and compared with its digest
+// while everything else that a boot needs is made ready.
+type verification struct {
+	done chan struct{} // closed when img and err are set
+	img  *image.Image
+	err  error
+}
+
+func (s *Session) verifyImage() *verification {
+	v := &verification{done: make(chan struct{})}
+	go func() {
+		defer close(v.done)
+		v.img, v.err = image.Open(s.opts.Home.Images(), image.Ref{Name: s.record.Spec.Image, Digest: s.record.Spec.ImageDigest})
+	}()
+	return v
+}
+
+// wait returns the image, which stays the verification's to close.
+func (v *verification) wait() (*image.Image, error) {
+	<-v.done
+	return v.img, v.err
+}
+
+// close waits for the verification and closes the image. It is idempotent.
+func (v *verification) close() error {
+	img, err := v.wait()
+	if err != nil || img == nil {
+		return nil //nolint:nilerr // whoever waited for the image has the error
+	}
+	v.img = nil
+	return img.Close()
+}
+
 // boot brings the guest up: verified image, accelerator that works, machine,
 // agent. The notes are what the VM's user should know.
-func (s *Session) boot(ctx context.Context, undo *closers) (notes []string, err error) {
+func (s *Session) boot(ctx context.Context, verified *verification, undo *closers) (notes []string, err error) {
 	s.say(api.Progress{Step: "verifying the image"})
-	img, err := image.Open(s.opts.Home.Images(), image.Ref{Name: s.record.Spec.Image, Digest: s.record.Spec.ImageDigest})
+	img, err := verified.wait()
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, img.Close()) }()
+	defer func() { err = errors.Join(err, verified.close()) }()
 	backend, notes, err := s.backend(ctx, img)
 	if err != nil {
 		return nil, err

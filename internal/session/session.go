@@ -60,9 +60,11 @@ type Session struct {
 	state   config.VMState
 	began   time.Time
 
-	ledger   *ledger.Ledger
-	rules    *rules
-	gate     *gate.Gate
+	ledger *ledger.Ledger
+	rules  *rules
+	gate   *gate.Gate
+	// redact keeps secrets out of the log; the ledger does so itself.
+	redact   *ledger.Redactor
 	launcher *launch.Client
 	egress   *egress.Client
 	servers  *servers
@@ -119,6 +121,8 @@ func (s *Session) run(ctx context.Context) (err error) {
 	defer end()
 	var undo closers
 	defer func() { err = errors.Join(err, undo.close()) }()
+	verified := s.verifyImage()
+	undo.add(verified.close)
 	if err := s.openLedger(ctx, &undo); err != nil {
 		return err
 	}
@@ -126,7 +130,7 @@ func (s *Session) run(ctx context.Context) (err error) {
 	if err := s.startServers(ctx, &undo); err != nil {
 		return err
 	}
-	notes, err := s.boot(ctx, &undo)
+	notes, err := s.boot(ctx, verified, &undo)
 	if err != nil {
 		return err
 	}
@@ -180,6 +184,7 @@ func (s *Session) openLedger(ctx context.Context, undo *closers) error {
 	if err != nil {
 		return err
 	}
+	s.redact = redactor
 	if s.rules, err = loadRules(s.opts.Home, s.profile); err != nil {
 		return err
 	}
