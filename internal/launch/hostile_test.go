@@ -25,6 +25,9 @@ import (
 // already, for a re-run of this suite as a user who cannot build it.
 const hostileProgram = "CAPSEM_TEST_HOSTILE"
 
+// hostileFolder is what TestMain removes; buildHostile sets it.
+var hostileFolder string
+
 // buildHostile builds the program of testdata/hostile once.
 var buildHostile = sync.OnceValues(func() (string, error) {
 	if path := os.Getenv(hostileProgram); path != "" {
@@ -34,6 +37,7 @@ var buildHostile = sync.OnceValues(func() (string, error) {
 	if err != nil {
 		return "", err
 	}
+	hostileFolder = dir
 	cmd := exec.Command("go", "build", "-o", filepath.Join(dir, "hostile"), "./testdata/hostile")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := cmd.CombinedOutput(); err != nil {

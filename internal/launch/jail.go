@@ -56,7 +56,7 @@ func build(req *startRequest) (*built, error) {
 			return nil, err
 		}
 	}
-	if conf.network == proxyNetwork {
+	if conf.proxy {
 		listener, err := listen()
 		if err != nil {
 			return nil, err
@@ -153,7 +153,7 @@ func (b *built) landlock(tree bool, held []*os.File) error {
 	} else {
 		shown = append(shown, weakly(b.confinement)...)
 	}
-	return confine.Landlock(confine.Rules{Shown: shown, Held: held, TCP: b.network == proxyNetwork})
+	return confine.Landlock(confine.Rules{Shown: shown, Held: held, TCP: b.proxy})
 }
 
 // weakly is what a program sees besides where there is no tree: the host's /proc
@@ -163,7 +163,7 @@ func weakly(c confinement) []confine.Shown {
 	if c.view.Proc {
 		shown = optional("/proc")
 	}
-	if c.network == proxyNetwork {
+	if c.proxy {
 		shown = append(shown, optional("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/host.conf")...)
 	}
 	return shown

@@ -45,22 +45,13 @@ type Jail struct {
 // maxShown bounds each list of a Jail.
 const maxShown = 256
 
-// network is what a program can reach, in the network namespace of its jail. A
-// program that runs weakly is in the host's network instead.
-type network int
-
-const (
-	// noNetwork is a network namespace with a loopback interface that is down.
-	noNetwork network = iota
-	// proxyNetwork is one in which 127.0.0.1:3128 can be connected to, and
-	// nothing else: the listener is with the client, see Process.Proxy.
-	proxyNetwork
-)
-
 // confinement is what a profile takes from its program. It is all data: init
 // puts it in force.
 type confinement struct {
-	network network
+	// proxy gives the program's network, in which nothing else is, a listener at
+	// ProxyAddress, see Process.Proxy. A program that runs weakly is in the host's
+	// network instead.
+	proxy bool
 	// limits are resource limits, soft and hard, by RLIMIT_ number.
 	limits map[int]uint64
 	filter confine.Filter
@@ -109,7 +100,7 @@ func vmmConfinement() confinement {
 // process can write to.
 func aggregatorConfinement() confinement {
 	return confinement{
-		network:  proxyNetwork,
+		proxy:    true,
 		oomFirst: true,
 		limits: map[int]uint64{
 			unix.RLIMIT_CORE: 0, unix.RLIMIT_NOFILE: 4096, unix.RLIMIT_NPROC: 512,

@@ -55,7 +55,7 @@ func Serve(ctx context.Context, file *os.File, log *slog.Logger) error {
 	}
 	// Closing unblocks the receive; a second close is no failure.
 	stop := context.AfterFunc(ctx, func() {
-		_ = sock.close()
+		_ = sock.close() // receive ends with an error that says so
 	})
 	defer stop()
 
