@@ -480,7 +480,7 @@ func TestAnUnknownProfileIsToldWithTheNearestNameOrWhereItWouldBe(t *testing.T) 
 	if err := os.WriteFile(r.home.Profile("work"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for name, want := range map[string]string{"wrok": "did you mean work?", "other": r.home.Profile("other")} {
+	for name, want := range map[string]string{"works": "did you mean work?", "other": r.home.Profile("other")} {
 		_, err := r.create(api.CreateRequest{Profile: name})
 		if code(err) != api.CodeInvalid || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: got %v", name, err)
