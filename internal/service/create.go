@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net"
 	"net/http"
 	"os"
 	"strings"
@@ -20,12 +19,6 @@ import (
 
 // probeTime is how long a VM's own process gets to add to an answer.
 const probeTime = time.Second
-
-func unixTransport(socket string) *http.Transport {
-	return &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return (&net.Dialer{}).DialContext(ctx, "unix", socket)
-	}}
-}
 
 // progress answers a request that takes a while: as a stream of steps where the
 // client takes one, else with the result alone.
