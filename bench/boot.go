@@ -56,7 +56,7 @@ func benchBoot(ctx context.Context, l *lab) (rows []row, err error) {
 // the command took, and what of that the machine's process did.
 func (l *lab) create(ctx context.Context) (took, own float64, err error) {
 	began := time.Now()
-	if _, err := l.capsem(ctx, "create", "--name", "cold", "--image", imageName); err != nil {
+	if err := l.capsem(ctx, "create", "--name", "cold", "--image", imageName); err != nil {
 		return 0, 0, err
 	}
 	took = millis(time.Since(began))
@@ -64,8 +64,7 @@ func (l *lab) create(ctx context.Context) (took, own float64, err error) {
 		BootMS int64 `json:"boot_ms"`
 	}
 	err = l.service.Do(ctx, "GET", "/v1/vms/cold", nil, &vm)
-	_, stopErr := l.capsem(ctx, "delete", "--force", "cold")
-	return took, float64(vm.BootMS), errors.Join(err, stopErr)
+	return took, float64(vm.BootMS), errors.Join(err, l.capsem(ctx, "delete", "--force", "cold"))
 }
 
 // bootFirst boots the floor's guest and returns what it took until it called.

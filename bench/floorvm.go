@@ -135,7 +135,9 @@ func awaitCall(ctx context.Context, m vm.Machine) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, bootLimit)
 	defer cancel()
-	stop := context.AfterFunc(ctx, func() { _ = first.Close() }) // ends Accept
+	stop := context.AfterFunc(ctx, func() {
+		_ = first.Close() // ends Accept, which has the error
+	})
 	defer stop()
 	conn, err := first.Accept()
 	if err != nil {

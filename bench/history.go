@@ -101,14 +101,13 @@ func (l *lab) age(ctx context.Context, machines, calls int) error {
 	if err != nil {
 		return err
 	}
-	if _, err := l.capsem(ctx, "stop", "box"); err != nil {
+	if err := l.capsem(ctx, "stop", "box"); err != nil {
 		return err
 	}
 	if err := fill(ctx, l.home.Ledger(m.ID), calls); err != nil {
 		return err
 	}
-	_, err = l.capsem(ctx, "start", "box")
-	return err
+	return l.capsem(ctx, "start", "box")
 }
 
 // fill writes calls into a ledger that nobody has open.

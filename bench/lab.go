@@ -137,18 +137,13 @@ func (l *lab) rounds(n int) int { return max(1, int(float64(n)*l.scale+0.5)) }
 func (l *lab) program(name string) string { return filepath.Join(l.programs, name) }
 
 // capsem runs the command line.
-func (l *lab) capsem(ctx context.Context, args ...string) (string, error) {
+func (l *lab) capsem(ctx context.Context, args ...string) error {
 	cmd := exec.CommandContext(ctx, l.program("capsem"), args...)
 	cmd.Env = append(cmd.Environ(), config.EnvHome+"="+l.home.Root())
-	out, err := cmd.Output()
-	if err != nil {
-		var exit *exec.ExitError
-		if errors.As(err, &exit) {
-			err = fmt.Errorf("%w: %s", err, exit.Stderr)
-		}
-		return "", fmt.Errorf("running capsem %s: %w", strings.Join(args, " "), err)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("running capsem %s: %w: %s", strings.Join(args, " "), err, out)
 	}
-	return string(out), nil
+	return nil
 }
 
 // serve returns a client of the service, which it starts the first time.
@@ -220,8 +215,7 @@ func (l *lab) close(ctx context.Context) error {
 	if l.service != nil {
 		errs = append(errs, l.service.Do(ctx, http.MethodPost, "/v1/purge", api.PurgeRequest{All: true}, nil))
 		l.service.Close()
-		_, err := l.capsem(ctx, "service", "stop")
-		errs = append(errs, err)
+		errs = append(errs, l.capsem(ctx, "service", "stop"))
 	}
 	return errors.Join(append(errs, os.RemoveAll(l.dir))...)
 }

@@ -79,7 +79,7 @@ func openRaw(ctx context.Context, path string) (_ *rawLedger, err error) {
 		return nil, fmt.Errorf("reading the floor's database: %w", err)
 	}
 	for i, text := range rawSQL() {
-		if r.stmts[i], err = r.conn.PrepareContext(ctx, text); err != nil {
+		if r.stmts[i], err = r.conn.PrepareContext(ctx, text); err != nil { //nolint:sqlclosecheck // close does
 			return nil, fmt.Errorf("preparing %q: %w", text, err)
 		}
 	}

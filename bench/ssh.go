@@ -47,8 +47,7 @@ func benchSSH(ctx context.Context, l *lab) (rows []row, err error) {
 		median(func(ctx context.Context) error { return s.run(ctx, "-o", "ControlPath=none") }),
 		median(func(ctx context.Context) error { return s.run(ctx, "-o", "ControlMaster=no") }),
 		median(func(ctx context.Context) error {
-			_, err := l.capsem(ctx, "exec", "box", "--", "/bin/true")
-			return err
+			return l.capsem(ctx, "exec", "box", "--", "/bin/true")
 		}),
 	)
 	if err != nil {

@@ -31,7 +31,7 @@ func relay() error {
 	buf := make([]byte, maxLine)
 	for {
 		n, err := copyLine(conn, fd(0), buf)
-		if n == 0 && err == io.EOF {
+		if n == 0 && errors.Is(err, io.EOF) {
 			return nil
 		}
 		if err == nil {

@@ -50,7 +50,7 @@ func serveGuest() error {
 	for _, m := range []struct{ kind, target string }{
 		{"proc", "/proc"}, {"sysfs", "/sys"}, {"devtmpfs", "/dev"}, {"tmpfs", "/tmp"},
 	} {
-		if err := unix.Mount(m.kind, m.target, m.kind, 0, ""); err != nil && err != unix.EBUSY {
+		if err := unix.Mount(m.kind, m.target, m.kind, 0, ""); err != nil && !errors.Is(err, unix.EBUSY) {
 			return fmt.Errorf("mounting %s: %w", m.target, err)
 		}
 	}
@@ -103,7 +103,7 @@ func loadModule(name string) error {
 		return err
 	}
 	err = unix.FinitModule(int(f.Fd()), "", 0)
-	if err == unix.EEXIST {
+	if errors.Is(err, unix.EEXIST) {
 		err = nil
 	}
 	return errors.Join(err, f.Close())
