@@ -70,6 +70,9 @@ func (r *Redactor) list() []string {
 	return nil
 }
 
+// Text is s without secrets, for what is kept elsewhere than in a ledger.
+func (r *Redactor) Text(s string) string { return r.text(s) }
+
 // text is s without secrets.
 func (r *Redactor) text(s string) string {
 	for _, secret := range r.list() {

@@ -232,7 +232,7 @@ func (set *servers) start(ctx context.Context, one *server, d definition) {
 			}
 		},
 		OnEvent: func(e toolproto.Event) {
-			log.Info("server says", "kind", string(e.Kind), "text", e.Text, "left_out", e.Count)
+			log.Info("server says", "kind", string(e.Kind), "text", s.redact.Text(e.Text), "left_out", e.Count)
 			if e.Kind == toolproto.EventJunk {
 				set.junk(one)
 			}
