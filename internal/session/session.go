@@ -121,6 +121,8 @@ func (s *Session) run(ctx context.Context) (err error) {
 	defer end()
 	var undo closers
 	defer func() { err = errors.Join(err, undo.close()) }()
+	verified := s.verifyImage()
+	undo.add(verified.close)
 	if err := s.openLedger(ctx, &undo); err != nil {
 		return err
 	}
@@ -128,7 +130,7 @@ func (s *Session) run(ctx context.Context) (err error) {
 	if err := s.startServers(ctx, &undo); err != nil {
 		return err
 	}
-	notes, err := s.boot(ctx, &undo)
+	notes, err := s.boot(ctx, verified, &undo)
 	if err != nil {
 		return err
 	}
