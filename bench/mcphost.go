@@ -175,7 +175,12 @@ func (h *host) startTools(ctx context.Context, l *lab) error {
 func (h *host) Table(context.Context) *route.Table { return h.table }
 
 // Resolve finds a tool.
-func (h *host) Resolve(_ context.Context, name string) (route.Entry, bool) { return h.table.Tool(name) }
+func (h *host) Resolve(_ context.Context, name string) (route.Entry, error) {
+	if e, ok := h.table.Tool(name); ok {
+		return e, nil
+	}
+	return route.Entry{}, endpoint.ErrUnknownTool
+}
 
 // Call asks the built-in tools.
 func (h *host) Call(ctx context.Context, _, method string, params json.RawMessage) (json.RawMessage, error) {

@@ -143,6 +143,7 @@ func TestEveryToolCallHasOneRowWhateverBecomesOfIt(t *testing.T) {
 	g := connect(t, w.endpoint(), false)
 	for i, tt := range []struct{ message, want string }{
 		{call("1", "srv__nothing", `{}`), `{"jsonrpc":"2.0","id":1,"error":{"code":-32602,"message":"unknown tool"}}`},
+		{call("1", "down__x", `{}`), `{"jsonrpc":"2.0","id":1,"error":{"code":-32603,"message":"server down is not up (backoff)"}}`},
 		{call("2", "srv__echo", `"text"`), `"code":-32602`},
 		{call("3", "srv__echo", `null`), `"code":-32602`},
 		{`{"jsonrpc":"2.0","id":4,"method":"tools/call"}`, `"code":-32602`},

@@ -61,8 +61,10 @@ type Catalog interface {
 	// until ctx ends, and then has what there is.
 	Table(ctx context.Context) *route.Table
 	// Resolve finds a tool by the guest's name for it. For a server that is
-	// starting it waits within that server's start deadline.
-	Resolve(ctx context.Context, name string) (route.Entry, bool)
+	// starting it waits within that server's start deadline. The error is an
+	// *event.Error: ErrUnknownTool, or why a server that could have the tool is
+	// not up.
+	Resolve(ctx context.Context, name string) (route.Entry, error)
 	// Call sends a request to a server and returns its whole answer. A failure
 	// of ours is an *event.Error with a JSON-RPC code.
 	Call(ctx context.Context, server, method string, params json.RawMessage) (json.RawMessage, error)

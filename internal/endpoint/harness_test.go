@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -63,8 +64,14 @@ func (w *world) End(_ context.Context, _ gate.Receipt, out event.Outcome, _ even
 
 func (w *world) Table(context.Context) *route.Table { return w.table }
 
-func (w *world) Resolve(_ context.Context, name string) (route.Entry, bool) {
-	return w.table.Tool(name)
+func (w *world) Resolve(_ context.Context, name string) (route.Entry, error) {
+	if e, ok := w.table.Tool(name); ok {
+		return e, nil
+	}
+	if strings.HasPrefix(name, "down__") {
+		return route.Entry{}, &event.Error{Code: jsonrpc.CodeInternal, Message: "server down is not up (backoff)"}
+	}
+	return route.Entry{}, endpoint.ErrUnknownTool
 }
 
 func (w *world) Call(ctx context.Context, server, _ string, params json.RawMessage) (json.RawMessage, error) {

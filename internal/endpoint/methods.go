@@ -95,9 +95,11 @@ func (c *conn) call(ctx context.Context, who inspect.Caller, m jsonrpc.Message) 
 		Method: m.Method, ID: m.ID, Params: m.Params, Origin: event.OriginMCP, Transport: "vsock", Call: &tc,
 	}
 	var entry route.Entry
-	known := false
-	if parseErr == nil {
-		if entry, known = c.e.opts.Catalog.Resolve(ctx, tc.Name); known {
+	var failure error
+	if parseErr != nil {
+		failure = &event.Error{Code: jsonrpc.CodeInvalidParams, Message: parseErr.Error()}
+	} else {
+		if entry, failure = c.e.opts.Catalog.Resolve(ctx, tc.Name); failure == nil {
 			msg.Target = inspect.Target{Server: entry.Server, Tool: entry.Tool, ReadOnly: entry.ReadOnly, Digest: entry.Digest}
 			if entry.Server == "builtin" {
 				msg.Origin = event.OriginBuiltin
@@ -106,20 +108,17 @@ func (c *conn) call(ctx context.Context, who inspect.Caller, m jsonrpc.Message) 
 	}
 	ev := who.MCP(msg)
 	_, out := c.e.opts.Gate.Do(ctx, ev, func(ctx context.Context) event.Outcome {
-		switch {
-		case parseErr != nil:
-			return failed(ctx, &event.Error{Code: jsonrpc.CodeInvalidParams, Message: parseErr.Error()}, false)
-		case !known:
-			return failed(ctx, unknownTool, false)
+		if failure != nil {
+			return failed(ctx, asEventError(failure), false)
 		}
 		return c.forward(inspect.WithTrace(ctx, ev), m, entry)
 	})
 	return reply(m.ID, ev, out)
 }
 
-// unknownTool answers for a tool that does not exist, and in the same words for
-// one that must not be seen.
-var unknownTool = &event.Error{Code: jsonrpc.CodeInvalidParams, Message: "unknown tool"}
+// ErrUnknownTool answers for a tool that does not exist, and in the same words
+// for one that must not be seen.
+var ErrUnknownTool = &event.Error{Code: jsonrpc.CodeInvalidParams, Message: "unknown tool"}
 
 // forward sends the params on, with the server's own name for the tool.
 func (c *conn) forward(ctx context.Context, m jsonrpc.Message, entry route.Entry) event.Outcome {

@@ -12,6 +12,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sort"
 	"time"
 
@@ -116,7 +117,7 @@ func (s *Session) boot(ctx context.Context, verified *verification, undo *closer
 		}, s.takeDown(context.WithoutCancel(ctx)))
 	}
 	undo.add(func() error { return s.takeDown(context.WithoutCancel(ctx)) })
-	return append(notes, s.imageNotes()...), nil
+	return slices.Concat(notes, s.servers.notes(), s.imageNotes()), nil
 }
 
 // imageNotes are what there is to say of the image.

@@ -354,11 +354,12 @@ func (set *servers) current() *route.Table {
 }
 
 // Resolve finds a tool. A name that only a server in its first start could have
-// waits for that start.
-func (set *servers) Resolve(ctx context.Context, name string) (route.Entry, bool) {
+// waits for that start, and says so where the server did not come up.
+func (set *servers) Resolve(ctx context.Context, name string) (route.Entry, error) {
 	if e, ok := set.current().Tool(name); ok {
-		return e, true
+		return e, nil
 	}
+	var down *event.Error
 	for _, one := range set.list {
 		if !route.Owner(one.name, name) {
 			continue
@@ -367,8 +368,29 @@ func (set *servers) Resolve(ctx context.Context, name string) (route.Entry, bool
 		case <-one.first:
 		case <-ctx.Done():
 		}
+		if state, _ := one.up.State(); state != upstream.Ready {
+			down = &event.Error{Code: jsonrpc.CodeInternal, Message: fmt.Sprintf("server %s is not up (%s)", one.name, state)}
+		}
 	}
-	return set.current().Tool(name)
+	if e, ok := set.current().Tool(name); ok {
+		return e, nil
+	}
+	if down != nil {
+		return route.Entry{}, down
+	}
+	return route.Entry{}, endpoint.ErrUnknownTool
+}
+
+// notes say which servers are not up, to whoever starts the VM. They wait for
+// none: a server that is still starting is not among them.
+func (set *servers) notes() []string {
+	var notes []string
+	for _, one := range set.view() {
+		if one.State == string(upstream.Backoff) || one.State == string(upstream.Failed) {
+			notes = append(notes, fmt.Sprintf("server %s is not up: %s", one.Name, one.Detail))
+		}
+	}
+	return notes
 }
 
 // Call asks a server.
