@@ -45,7 +45,7 @@ func (d *dialer) dial(ctx context.Context, network, address string) (net.Conn, e
 		if why := private(a); why != "" && !d.allowed(host, a, port) {
 			return nil, &BlockedError{Message: fmt.Sprintf(
 				"%s is %s, %s; such addresses are reachable only when the profile's %s names %q",
-				host, a, why, d.key, net.JoinHostPort(a.Unmap().String(), port))}
+				host, a.Unmap(), why, d.key, net.JoinHostPort(a.Unmap().String(), port))}
 		}
 	}
 	var failures error
