@@ -51,15 +51,17 @@ func enableControllers(group string) error {
 	if err != nil {
 		return fmt.Errorf("reading a cgroup's controllers: %w", err)
 	}
+	var wanted []string
 	for c := range strings.FieldsSeq(string(have)) {
-		if c != "memory" && c != "pids" {
-			continue
-		}
-		if err := set(group, "cgroup.subtree_control", "+"+c); err != nil {
-			return err
+		if c == "memory" || c == "pids" {
+			wanted = append(wanted, "+"+c)
 		}
 	}
-	return nil
+	if len(wanted) == 0 {
+		return nil
+	}
+	// In one write: each is a change of the whole hierarchy.
+	return set(group, "cgroup.subtree_control", strings.Join(wanted, " "))
 }
 
 func boundMemory() error {

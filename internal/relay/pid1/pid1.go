@@ -26,8 +26,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"github.com/capsem/capsem/internal/relay/sysmon"
 )
 
 // LogPath is where a guest finds what happened at its boot.
@@ -70,7 +68,6 @@ func run(c Config) error {
 		return err
 	}
 	log.open(LogPath)
-	log.step("monitor", sysmon.Rest())
 	// Before the modules: the kernel sends ctrl-alt-del to us from here on.
 	stop := make(chan os.Signal, 4)
 	signal.Notify(stop, unix.SIGTERM, unix.SIGINT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGPWR)

@@ -18,8 +18,6 @@ package sysmon
 import (
 	"errors"
 	"fmt"
-	"os"
-	"slices"
 	"strconv"
 	"time"
 
@@ -33,45 +31,42 @@ const Slack = 10 * time.Millisecond
 // PR_SET_TIMERSLACK).
 const usualSlack = 50 * time.Microsecond
 
+// maxGap is how many numbers after the main thread's the monitor's may be: other
+// programs that start at the same moment take numbers too.
+const maxGap = 64
+
 // Rest gives the monitor its slack. It is called once, with /proc mounted, before
 // the program does much. A kernel that has no such file is an error and changes
-// nothing.
+// nothing. It makes a few system calls and readies none of the runtime's own
+// machinery, because it is on the way of every boot.
 func Rest() error {
 	tid, err := monitor()
 	if err != nil {
-		return fmt.Errorf("finding the runtime's monitor thread: %w", err)
+		return err
 	}
 	// Threads have a folder in /proc too, which no list shows (proc(5)).
-	name := "/proc/" + strconv.Itoa(tid) + "/timerslack_ns"
-	if err := os.WriteFile(name, strconv.AppendInt(nil, int64(Slack), 10), 0); err != nil {
+	fd, err := unix.Open("/proc/"+strconv.Itoa(tid)+"/timerslack_ns", unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("letting the runtime's monitor thread rest: %w", err)
+	}
+	_, err = unix.Write(fd, strconv.AppendInt(nil, int64(Slack), 10))
+	if err := errors.Join(err, unix.Close(fd)); err != nil {
 		return fmt.Errorf("letting the runtime's monitor thread rest: %w", err)
 	}
 	return nil
 }
 
 // monitor is the thread that the runtime starts first, before any other code
-// runs: of those after the main thread the one with the lowest number, as long
-// as numbers have not begun anew. Should it be another one, that thread's timers
-// are late by Slack, and nothing else.
+// runs: the one whose number is next to the main thread's. Should it be another
+// one, that thread's timers are late by Slack, and nothing else.
 func monitor() (int, error) {
-	entries, err := os.ReadDir("/proc/self/task")
-	if err != nil {
-		return 0, err
-	}
-	var later []int
-	for _, e := range entries {
-		tid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			return 0, err
-		}
-		if tid > os.Getpid() {
-			later = append(later, tid)
+	pid := unix.Getpid()
+	for tid := pid + 1; tid <= pid+maxGap; tid++ {
+		if unix.Access("/proc/self/task/"+strconv.Itoa(tid), unix.F_OK) == nil {
+			return tid, nil
 		}
 	}
-	if len(later) == 0 {
-		return 0, errors.New("there is no thread beside the main one")
-	}
-	return slices.Min(later), nil
+	return 0, fmt.Errorf("the runtime's monitor thread is none of the %d after process %d", maxGap, pid)
 }
 
 // Restore gives the calling thread the slack that every process begins with. A
