@@ -15,6 +15,7 @@ import (
 	"github.com/capsem/capsem/internal/config"
 	"github.com/capsem/capsem/internal/event"
 	"github.com/capsem/capsem/internal/image"
+	"github.com/capsem/capsem/internal/policy"
 )
 
 // probeTime is how long a VM's own process gets to add to an answer.
@@ -154,6 +155,9 @@ func (s *Service) plan(req api.CreateRequest) (config.VMRecord, error) {
 	if err != nil {
 		return config.VMRecord{}, err
 	}
+	if err := s.checkRules(p); err != nil {
+		return config.VMRecord{}, err
+	}
 	spec := config.VMSpec{
 		Image: first(req.Image, p.Image, "tiny"), CPUs: first(req.CPUs, p.CPUs),
 		MemoryBytes: first(req.MemoryBytes, int64(p.Memory)), Env: map[string]string{},
@@ -180,6 +184,19 @@ func (s *Service) plan(req api.CreateRequest) (config.VMRecord, error) {
 		ID: config.NewID(), Name: req.Name, State: config.Creating, CreatedAt: time.Now().UTC(),
 		Profile: req.Profile, Spec: spec, Ephemeral: req.Ephemeral, RequestKey: req.RequestKey,
 	}, nil
+}
+
+// checkRules compiles a profile's rules, so that a mistake in one is told before
+// there is a VM. The VM's process compiles them again: they are its to enforce.
+func (s *Service) checkRules(p config.Profile) error {
+	corp, err := config.LoadCorp(s.opts.Home.Corp())
+	if err == nil {
+		_, err = policy.Compile(policy.FromProfile(p, corp...))
+	}
+	if err != nil {
+		return &api.Error{Code: api.CodeInvalid, Message: err.Error(), Hint: "capsem policy check FILE says when it is mended"}
+	}
+	return nil
 }
 
 // pin is the built image that a name stands for now. Its content is verified by

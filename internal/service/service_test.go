@@ -516,6 +516,21 @@ func TestDoctorFindsARuleThatDoesNotCompile(t *testing.T) {
 	}
 }
 
+func TestARuleWithAMistakeIsToldBeforeThereIsAVM(t *testing.T) {
+	r := newRig(t)
+	profile := "[rules.typo]\nmatch = 'mcp.requst.text == \"x\"'\naction = \"block\"\n"
+	if err := os.WriteFile(r.home.Profile("p"), []byte(profile), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := r.create(api.CreateRequest{Profile: "p"})
+	if code(err) != api.CodeInvalid || !strings.Contains(err.Error(), "p.toml:2:") || !strings.Contains(err.Error(), "mcp.request") {
+		t.Errorf("got %v", err)
+	}
+	if left := r.list(); len(left) != 0 {
+		t.Errorf("left %+v", left)
+	}
+}
+
 func TestAnUnknownVMIsToldWithTheNearestName(t *testing.T) {
 	r := newRig(t)
 	r.mustCreate(api.CreateRequest{Name: "builder"})
