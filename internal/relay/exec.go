@@ -73,7 +73,7 @@ func (s *streams) exec(conn net.Conn, c *guestproto.StreamConn, e *guestproto.Ex
 
 // start looks up what the command needs and starts it.
 func (s *streams) start(e *guestproto.Exec) (*command.Command, error) {
-	user, err := command.LookupUser("", e.User)
+	user, err := s.users.Lookup(e.User)
 	if err != nil {
 		return nil, err
 	}

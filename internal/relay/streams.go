@@ -44,6 +44,7 @@ type streams struct {
 	// buffers are for the output of commands: one that has nothing to say costs
 	// no 128 KiB of fresh memory.
 	buffers sync.Pool
+	users   command.Users
 
 	mu      sync.Mutex // guards running and closing
 	running map[*execution]struct{}

@@ -27,6 +27,10 @@ type Cgroups struct {
 	// left are groups whose command has ended and in which something still
 	// lives, as far as is known.
 	left []string
+	// spare is made ahead for the next command, nil if there is none: making a
+	// group takes as long as a good part of a short command.
+	spare  *Group
+	closed bool
 }
 
 // OpenCgroups makes the folder path, whose parent is a cgroup v2, and ends what
@@ -67,6 +71,11 @@ func (c *Cgroups) Kill() error { return killGroup(c.path) }
 
 // Close removes the folder with the groups that are empty.
 func (c *Cgroups) Close() error {
+	c.mu.Lock()
+	spare := c.spare
+	c.spare, c.closed = nil, true
+	c.mu.Unlock()
+	spare.discard()
 	c.Sweep()
 	if err := os.Remove(c.path); err != nil {
 		return fmt.Errorf("removing cgroup %s: %w", c.path, err)
@@ -74,8 +83,40 @@ func (c *Cgroups) Close() error {
 	return nil
 }
 
-// New makes a group for one command.
+// New returns a group for one command, which nothing has been in.
 func (c *Cgroups) New() (*Group, error) {
+	c.mu.Lock()
+	spare := c.spare
+	c.spare = nil
+	c.mu.Unlock()
+	if spare != nil {
+		return spare, nil
+	}
+	return c.make()
+}
+
+// restock makes the spare group. Whoever needs one that could not be made is told
+// by New.
+func (c *Cgroups) restock() {
+	c.mu.Lock()
+	wanted := c.spare == nil && !c.closed
+	c.mu.Unlock()
+	if !wanted {
+		return
+	}
+	g, err := c.make()
+	if err != nil {
+		return
+	}
+	c.mu.Lock()
+	if c.spare == nil && !c.closed {
+		c.spare, g = g, nil
+	}
+	c.mu.Unlock()
+	g.discard()
+}
+
+func (c *Cgroups) make() (*Group, error) {
 	for {
 		c.mu.Lock()
 		c.next++
@@ -142,8 +183,17 @@ func (g *Group) oomKilled() bool {
 	return false
 }
 
-// remove gives the group up: at once, or when what still lives in it has ended.
+// remove gives the group up, and makes another one for the next command.
 func (g *Group) remove() {
+	if g == nil {
+		return
+	}
+	g.discard()
+	g.owner.restock()
+}
+
+// discard gives the group up: at once, or when what still lives in it has ended.
+func (g *Group) discard() {
 	if g == nil {
 		return
 	}

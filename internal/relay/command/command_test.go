@@ -462,3 +462,44 @@ func FuzzArgvAndEnvironmentArriveAsTheyAre(f *testing.F) {
 		}
 	})
 }
+
+func TestUsersSeesThatTheFilesWereWritten(t *testing.T) {
+	root := t.TempDir()
+	if err := os.Mkdir(filepath.Join(root, "etc"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write := func(name, text string) {
+		if err := os.WriteFile(filepath.Join(root, "etc", name), []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	users := Users{Root: root}
+	write("passwd", "ada:x:7:7::/home/ada:/bin/sh\n")
+	write("group", "")
+	for _, home := range []string{"/home/ada", "/home/eve"} {
+		write("passwd", "ada:x:7:7::"+home+":/bin/sh\n")
+		for range 2 { // read, then remembered
+			if u, err := users.Lookup("ada"); err != nil || u.Home != home {
+				t.Errorf("got %+v, %v, want the home %s", u, err, home)
+			}
+		}
+	}
+	write("group", "crew:x:9:ada\n")
+	if u, err := users.Lookup("ada"); err != nil || len(u.Groups) != 2 {
+		t.Errorf("got %+v, %v, want two groups", u, err)
+	}
+	if _, err := users.Lookup("nobody-here"); err == nil {
+		t.Error("a user that is not there was found")
+	}
+}
+
+func TestUsersRemembersFilesThatHaveSettled(t *testing.T) {
+	users := Users{}
+	first, err := users.Lookup("root")
+	if err != nil || !users.files[0].known {
+		t.Skipf("this machine's /etc/passwd was written a moment ago, or is not there: %v", err)
+	}
+	if again, err := users.Lookup("root"); err != nil || !cmp.Equal(again, first) {
+		t.Errorf("got %+v, %v, want %+v", again, err, first)
+	}
+}

@@ -11,7 +11,9 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
+	"time"
 )
 
 // maxPasswd bounds how much of a guest's user and group files is read.
@@ -24,6 +26,55 @@ type User struct {
 	Groups   []uint32
 	Home     string
 	Shell    string
+}
+
+// Users looks users up, and remembers the last answer for as long as the files in
+// which it stands are the same. Its methods may be called from any goroutine.
+type Users struct {
+	// Root is where etc/passwd and etc/group are, "" in a guest.
+	Root string
+
+	mu    sync.Mutex // guards what follows
+	name  string
+	user  User
+	files [2]fileState // the zero value remembers nothing
+}
+
+// settleTime is more than the granularity of a file's times.
+const settleTime = time.Second
+
+// fileState tells a file from one that was written since.
+type fileState struct {
+	known    bool // and could not be written again unseen
+	ino      uint64
+	size     int64
+	modified syscall.Timespec
+	changed  syscall.Timespec
+}
+
+func stateOf(path string) fileState {
+	var st syscall.Stat_t
+	if syscall.Stat(path, &st) != nil {
+		return fileState{}
+	}
+	// What was written a moment ago may be written again with the same times.
+	settled := time.Since(time.Unix(st.Ctim.Unix())) > settleTime
+	return fileState{settled, st.Ino, st.Size, st.Mtim, st.Ctim}
+}
+
+// Lookup is LookupUser below Root. Nobody may change the answer's Groups.
+func (u *Users) Lookup(name string) (User, error) {
+	files := [2]fileState{stateOf(u.Root + "/etc/passwd"), stateOf(u.Root + "/etc/group")}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.files == files && u.name == name && files[0].known && files[1].known {
+		return u.user, nil
+	}
+	user, err := LookupUser(u.Root, name)
+	if err == nil {
+		u.name, u.user, u.files = name, user, files
+	}
+	return user, err
 }
 
 // LookupUser finds a user by name or number in etc/passwd and etc/group below
