@@ -32,8 +32,9 @@ const Slack = 10 * time.Millisecond
 const usualSlack = 50 * time.Microsecond
 
 // maxGap is how many numbers after the main thread's the monitor's may be: other
-// programs that start at the same moment take numbers too.
-const maxGap = 64
+// programs that start at the same moment take numbers too, and the first process
+// of a guest has those of the kernel's own threads behind it.
+const maxGap = 512
 
 // Rest gives the monitor its slack. It is called once, with /proc mounted, before
 // the program does much. A kernel that has no such file is an error and changes
