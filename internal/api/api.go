@@ -376,7 +376,7 @@ type PurgeRequest struct {
 	DryRun bool `json:"dry_run,omitempty"`
 }
 
-// DeleteQuery: DELETE /v1/vms/{id}?force=true stops a running VM first.
+// DeleteForce is the query of a deletion: DELETE /v1/vms/{id}?force=true stops a running VM first.
 const DeleteForce = "force"
 
 // ProgressType is the content type of a response that is a stream of Progress.

@@ -81,10 +81,16 @@ func (a *app) info() *cobra.Command {
 
 func infoText(w io.Writer, vm api.VM) error {
 	rows := [][2]string{
-		{"name", vm.Name}, {"id", vm.ID}, {"state", string(vm.State)}, {"reason", vm.Reason},
-		{"profile", vm.Profile}, {"image", vm.Image},
-		{"cpus", fmt.Sprint(vm.CPUs)}, {"memory", config.Size(vm.MemoryBytes).String()},
-		{"created", vm.CreatedAt.Format(time.RFC3339)}, {"incarnation", fmt.Sprint(vm.Incarnation)},
+		{"name", vm.Name},
+		{"id", vm.ID},
+		{"state", string(vm.State)},
+		{"reason", vm.Reason},
+		{"profile", vm.Profile},
+		{"image", vm.Image},
+		{"cpus", fmt.Sprint(vm.CPUs)},
+		{"memory", config.Size(vm.MemoryBytes).String()},
+		{"created", vm.CreatedAt.Format(time.RFC3339)},
+		{"incarnation", fmt.Sprint(vm.Incarnation)},
 	}
 	if vm.PID != 0 {
 		rows = append(rows,

@@ -162,7 +162,9 @@ func (c *Client) Stream(ctx context.Context, path string, in api.ExecRequest) (n
 	if err != nil {
 		return nil, c.dialError(err)
 	}
-	stop := context.AfterFunc(ctx, func() { conn.Close() })
+	stop := context.AfterFunc(ctx, func() {
+		_ = conn.Close() // whoever uses it has ctx's error
+	})
 	upgraded, err := c.upgrade(ctx, conn, path, body)
 	if !stop() && err == nil {
 		err = ctx.Err()

@@ -259,9 +259,19 @@ func TestFramesAreWrittenAsTheyAreRead(t *testing.T) {
 		more   bool
 		frames int // 0: refused
 	}{
-		{0, false, 1}, {1, false, 1}, {most - 1, false, 1}, {most, false, 1}, {most + 1, false, 0},
-		{0, true, 1}, {most, true, 1}, {most + 1, true, 2}, {2 * most, true, 2}, {2*most + 1, true, 3},
-		{guestproto.MaxMCPMessage - 1, true, 16}, {guestproto.MaxMCPMessage, true, 16}, {guestproto.MaxMCPMessage + 1, true, 0},
+		{0, false, 1},
+		{1, false, 1},
+		{most - 1, false, 1},
+		{most, false, 1},
+		{most + 1, false, 0},
+		{0, true, 1},
+		{most, true, 1},
+		{most + 1, true, 2},
+		{2 * most, true, 2},
+		{2*most + 1, true, 3},
+		{guestproto.MaxMCPMessage - 1, true, 16},
+		{guestproto.MaxMCPMessage, true, 16},
+		{guestproto.MaxMCPMessage + 1, true, 0},
 	} {
 		payload := bytes.Repeat([]byte("0123456789abcdef"), tt.size/16+1)[:tt.size]
 		f := guestproto.MCPFrame{Stream: 5, Process: "agent", Payload: payload}

@@ -74,7 +74,7 @@ func Build(ctx context.Context, o Options) (m Manifest, err error) {
 		return Manifest{}, fmt.Errorf("building image %s: %w", o.Name, err)
 	}
 	b.Progress("writing the image")
-	if _, err := s.publish(o.Images, m, content); err != nil {
+	if err := s.publish(o.Images, m, content); err != nil {
 		return Manifest{}, fmt.Errorf("building image %s: %w", o.Name, err)
 	}
 	return m, nil

@@ -86,7 +86,7 @@ func tryPublish(t *testing.T, dir string, relay []byte) (Manifest, error) {
 	if err != nil {
 		return m, err
 	}
-	_, err = s.publish(dir, m, content)
+	err = s.publish(dir, m, content)
 	return m, errors.Join(err, s.close())
 }
 

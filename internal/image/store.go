@@ -197,20 +197,20 @@ func (s *store) remove(digest string) error {
 // publish writes an image's files to a folder of their own, makes that the
 // folder of the image's digest, and the image the current one. If it fails, what
 // was there before is as it was.
-func (s *store) publish(images string, m Manifest, content map[string][]byte) (Ref, error) {
+func (s *store) publish(images string, m Manifest, content map[string][]byte) error {
 	ref, err := m.Ref()
 	if err != nil {
-		return Ref{}, err
+		return err
 	}
 	// The same inputs were built before; unless that was damaged since, it
 	// stays.
 	if _, err := Verify(images, ref); err == nil {
-		return ref, s.point(ref)
+		return s.point(ref)
 	}
 	if err := s.write(ref, m, content); err != nil {
-		return Ref{}, fmt.Errorf("writing image %s: %w", ref, explainFull(err, m))
+		return fmt.Errorf("writing image %s: %w", ref, explainFull(err, m))
 	}
-	return ref, s.point(ref)
+	return s.point(ref)
 }
 
 func (s *store) write(ref Ref, m Manifest, content map[string][]byte) (err error) {

@@ -307,7 +307,7 @@ func (x *execution) feed() {
 // pump sends one output of the command: until its end, or, once the command has
 // ended, until what was in the pipe at that moment is sent.
 func (x *execution) pump(f *os.File, stream guestproto.StreamID) {
-	b := x.buffers.Get().(*[guestproto.MaxData]byte) //nolint:errcheck // the pool has nothing else
+	b := x.buffers.Get().(*[guestproto.MaxData]byte) // the pool has nothing else
 	defer x.buffers.Put(b)
 	buf := b[:]
 	for {

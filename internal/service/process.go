@@ -37,7 +37,7 @@ func openProcess(id config.ProcessIdentity) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer opened.Close() //nolint:errcheck // a duplicate of it is used from here on
+	defer opened.Close() // a duplicate of it is used from here on
 	fd, err := unix.FcntlInt(opened.Fd(), unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
 		return nil, fmt.Errorf("watching process %d: %w", id.PID, err)

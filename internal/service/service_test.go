@@ -252,7 +252,13 @@ func TestACreateThatFailsInItsProcessLeavesAFailedVMThatSaysWhy(t *testing.T) {
 func TestACreateThatCannotBeginLeavesNothing(t *testing.T) {
 	r := newRig(t)
 	for _, req := range []api.CreateRequest{
-		{Name: "Bad Name"}, {Name: "vm-0123456789ab"}, {Profile: "missing"}, {Image: "base"}, {Image: "tiny@sha256:00"}, {CPUs: 1000}, {MemoryBytes: 1},
+		{Name: "Bad Name"},
+		{Name: "vm-0123456789ab"},
+		{Profile: "missing"},
+		{Image: "base"},
+		{Image: "tiny@sha256:00"},
+		{CPUs: 1000},
+		{MemoryBytes: 1},
 		{Env: map[string]string{"A=B": "x"}},
 	} {
 		if vm, err := r.create(req); err == nil {

@@ -368,7 +368,7 @@ func (set *servers) Resolve(ctx context.Context, name string) (route.Entry, erro
 		case <-one.first:
 		case <-ctx.Done():
 		}
-		if state, _ := one.up.State(); state != upstream.Ready {
+		if state, _ := one.up.State(); state != upstream.Ready { // the reason is not for the guest
 			down = &event.Error{Code: jsonrpc.CodeInternal, Message: fmt.Sprintf("server %s is not up (%s)", one.name, state)}
 		}
 	}

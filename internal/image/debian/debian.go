@@ -134,7 +134,9 @@ func (a *Archive) download(ctx context.Context, p Package) error {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(tmp) // what is left in a cache after a failure does no harm
+	defer func() {
+		_ = os.RemoveAll(tmp) // what is left in a cache after a failure does no harm
+	}()
 	if _, err := a.aptIn(ctx, tmp, "apt-get", "download", p.Name+"="+p.Version); err != nil {
 		return err
 	}

@@ -10,6 +10,7 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 	"github.com/pierrec/lz4/v4"
+
 	// Not the better kept ulikunitz/xz: that allocates whatever dictionary a
 	// stream asks for, up to 4 GiB, and has no x86 filter, which Linux applies
 	// to an xz-compressed kernel.
