@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"runtime"
 	"strconv"
 	"time"
 
@@ -99,12 +100,19 @@ func runAgent(ctx context.Context, log *slog.Logger) error {
 	})
 }
 
+// spareProcessors is for how many goroutines the runtime has a processor at least:
+// one in a long system call keeps its own until the monitor sees it, and the
+// others must not wait for that.
+const spareProcessors = 4
+
 // rest spares a guest whose processor is emulated most of what the runtime's
 // monitor costs. Without it all works, slower.
 func rest(log *slog.Logger) {
 	if err := sysmon.Rest(); err != nil {
 		log.Info("the runtime's monitor does not rest", "error", err)
+		return
 	}
+	runtime.GOMAXPROCS(max(runtime.NumCPU(), spareProcessors))
 }
 
 // reopen opens a pipe once more, for the runtime's poller. The descriptor that we
