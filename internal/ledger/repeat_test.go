@@ -21,6 +21,13 @@ func malformed(detail string) ProtocolEvent {
 	}
 }
 
+// held is how many kinds are counted, and whether a timer runs.
+func (r *repeats) held() (kinds int, timer bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.kinds), r.timer != nil
+}
+
 const countsSQL = "SELECT detail, count FROM protocol_events ORDER BY id"
 
 func TestRepeatedMalformedInputIsCountedForASecond(t *testing.T) {
@@ -104,13 +111,13 @@ func TestManyKindsOfMalformedInputAreBounded(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if n := len(l.repeats.kinds); n != maxRepeats+1 {
+		if n, _ := l.repeats.held(); n != maxRepeats+1 {
 			t.Errorf("%d kinds are held, the bound is %d", n, maxRepeats+1)
 		}
 		<-time.After(repeatWindow)
 		synctest.Wait()
-		if n := len(l.repeats.kinds); n != 0 || l.repeats.timer != nil {
-			t.Errorf("%d kinds are held and the timer is %v when the window is over", n, l.repeats.timer)
+		if n, timer := l.repeats.held(); n != 0 || timer {
+			t.Errorf("%d kinds are held and there is a timer (%v) when the window is over", n, timer)
 		}
 		if err := l.Close(); err != nil {
 			t.Fatal(err)
