@@ -28,6 +28,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 )
 
 func main() {
@@ -129,7 +130,7 @@ func measure(ctx context.Context, chosen []benchmark, programs, out string, scal
 			fmt.Fprintf(stdout, "  failed: %v\n", err)
 		}
 		for i := range rows {
-			rows[i].Bench, rows[i].Load = b.name, began
+			rows[i].Bench, rows[i].Load, rows[i].At = b.name, began, time.Now().UTC().Truncate(time.Second)
 			fmt.Fprintln(stdout, "  "+rows[i].line())
 		}
 		results.replace(b.name, rows)

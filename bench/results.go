@@ -73,14 +73,14 @@ func (r *results) markdown() string {
 	var b strings.Builder
 	b.WriteString("# What Capsem costs\n\nWritten by `just bench`. Every bar is a ratio against a floor measured in the same run, in turn with ours; figures are medians, and behind a ratio stand the lowest and the highest of its rounds.\n\n")
 	fmt.Fprintf(&b, "%s. Last run ended %s.\n\n", r.Machine, r.At.Format(time.RFC3339))
-	b.WriteString("| what | ours | floor | ratio (spread) | bar | met | rounds | load |\n|---|---:|---:|---:|---:|---|---:|---|\n")
+	b.WriteString("| what | ours | floor | ratio (spread) | bar | met | rounds | load | measured |\n|---|---:|---:|---:|---:|---|---:|---|---|\n")
 	for _, row := range r.Rows {
 		what := row.What
 		if row.Note != "" {
 			what += " — " + row.Note
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s | %s | %d | %s |\n", what, amount(row.Ours, row.Unit), row.floor(), row.ratio(),
-			row.wanted(), row.met(), row.Rounds, row.Load)
+		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s | %s | %d | %s | %s |\n", what, amount(row.Ours, row.Unit), row.floor(), row.ratio(),
+			row.wanted(), row.met(), row.Rounds, row.Load, row.At.Format(time.DateTime))
 	}
 	b.WriteString("\n## What was compared\n\n")
 	for _, bench := range benchmarks() {

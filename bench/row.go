@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"math"
+	"time"
 )
 
 // row is one line of the report.
@@ -26,6 +27,9 @@ type row struct {
 	Note string `json:"note,omitempty"`
 	// Load is the machine's load average when the benchmark began.
 	Load string `json:"load"`
+	// At is when the row was measured: a benchmark that is run by name leaves
+	// the rows of others as an earlier run, and perhaps an earlier build, had them.
+	At time.Time `json:"at"`
 }
 
 // bar is what must be reached: at most or at least Value.
