@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/capsem/capsem/internal/api"
 	"github.com/capsem/capsem/internal/config"
 )
 
@@ -94,5 +95,25 @@ func TestCompletionKnowsProfilesAndStartsNoService(t *testing.T) {
 	}
 	if entries, err := os.ReadDir(filepath.Join(home, "run")); err == nil && len(entries) > 0 {
 		t.Errorf("completing left %v in the run folder", entries)
+	}
+}
+
+func TestATimelineIsInTheOrderOfTimeNewestLast(t *testing.T) {
+	var out bytes.Buffer
+	err := timelineText(&out, api.Timeline{Entries: []api.TimelineEntry{
+		{Timestamp: "2026-01-02T03:04:04.108000Z", Subject: "counted"}, // its id is newer than its time
+		{Timestamp: "2026-01-02T03:04:06.000000Z", Subject: "third"},
+		{Timestamp: "2026-01-02T03:04:05.000000Z", Subject: "second"},
+		{Timestamp: "2026-01-02T03:04:03.000000Z", Subject: "first"},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, line := range strings.Split(strings.TrimSpace(out.String()), "\n")[1:] {
+		got = append(got, strings.Fields(line)[1])
+	}
+	if diff := cmp.Diff([]string{"first", "counted", "second", "third"}, got); diff != "" {
+		t.Error(diff)
 	}
 }

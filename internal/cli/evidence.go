@@ -131,8 +131,13 @@ keep their ledgers, and are named by id or by name.`,
 }
 
 func timelineText(w io.Writer, t api.Timeline) error {
+	// A page is keyed by event ids; a row that counts several messages has its
+	// id from when they were counted, and belongs where the first of them was.
+	entries := slices.Clone(t.Entries)
+	slices.Reverse(entries)
+	slices.SortStableFunc(entries, func(a, b api.TimelineEntry) int { return strings.Compare(a.Timestamp, b.Timestamp) })
 	var rows [][]string
-	for _, e := range t.Entries {
+	for _, e := range entries {
 		who := e.InitiatorKind
 		if e.Process != "" {
 			who += "/" + e.Process
@@ -144,7 +149,6 @@ func timelineText(w io.Writer, t api.Timeline) error {
 		what := strings.TrimSpace(e.Decision + " " + e.Rule)
 		rows = append(rows, []string{clock(e.Timestamp), e.Layer, who, e.Subject, e.Status, what, took, e.Detail})
 	}
-	slices.Reverse(rows)
 	return table(w, []string{"TIME", "LAYER", "WHO", "WHAT", "STATUS", "DECISION", "TOOK", "DETAIL"}, rows)
 }
 
