@@ -120,8 +120,8 @@ func (s *Service) bringUp(ctx context.Context, m *machine, by event.Initiator, s
 	if err == nil {
 		return nil
 	}
-	_, statErr := os.Stat(s.opts.Home.VMState(m.id))
-	leave := statErr == nil && ctx.Err() == nil && !m.ephemeral
+	begun := m.hadProcess()
+	leave := begun && ctx.Err() == nil && !m.ephemeral
 	if leave {
 		e := *api.AsError(err)
 		e.VM = m.id
@@ -131,7 +131,7 @@ func (s *Service) bringUp(ctx context.Context, m *machine, by event.Initiator, s
 		return &e
 	}
 	// There was no process yet, or nobody wants the VM any more.
-	if statErr == nil {
+	if begun {
 		return errors.Join(err, s.erase(context.WithoutCancel(ctx), m))
 	}
 	s.registry.release(m)

@@ -32,6 +32,8 @@ type machine struct {
 	record config.VMRecord
 	// proc is the VM's process, nil while it has none.
 	proc *process
+	// begun says that it had one since this service knows it.
+	begun bool
 	// notes are what its start had to say.
 	notes []string
 	// killed is why we killed the process, "" where we did not.
@@ -301,7 +303,7 @@ func (m *machine) start(ctx context.Context, by event.Initiator, step func(strin
 		return errors.Join(err, m.set(func(r *config.VMRecord) { r.State, r.Reason = config.Failed, err.Error() }))
 	}
 	m.mu.Lock()
-	m.proc = proc
+	m.proc, m.begun = proc, true
 	m.mu.Unlock()
 	m.s.watch(m, proc)
 	notes, err := proc.ready(ctx, step)
@@ -397,6 +399,12 @@ func (m *machine) remove(ctx context.Context, force bool) error {
 		return err
 	}
 	return m.s.erase(ctx, m)
+}
+
+func (m *machine) hadProcess() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.begun
 }
 
 func (m *machine) isGone() bool {

@@ -53,12 +53,15 @@ func hostProcess(args []string) error {
 		return err
 	}
 	id := args[0]
+	if _, err := config.ReadHandover(os.NewFile(3, "handover")); err != nil {
+		return err
+	}
 	record, err := config.ReadVMRecord(home.VMRecord(id))
 	if err != nil {
 		return err
 	}
-	if _, err := config.ReadHandover(os.NewFile(3, "handover")); err != nil {
-		return err
+	if record.Spec.Env["TEST"] == "instant-death" {
+		return syscall.Kill(os.Getpid(), syscall.SIGKILL)
 	}
 	self, err := config.IdentifyProcess(os.Getpid())
 	if err != nil {

@@ -230,7 +230,7 @@ func TestAProcessThatDiesWithoutAServiceIsFoundDead(t *testing.T) {
 }
 
 func TestACreateThatFailsInItsProcessLeavesAFailedVMThatSaysWhy(t *testing.T) {
-	for how, want := range map[string]string{"fail": "it does not boot", "silent-death": "ended before the VM was ready"} {
+	for how, want := range map[string]string{"fail": "it does not boot", "silent-death": "ended before the VM was ready", "instant-death": "ended before the VM was ready"} {
 		t.Run(how, func(t *testing.T) {
 			r := newRig(t)
 			_, err := r.create(api.CreateRequest{Name: "box", Env: map[string]string{"TEST": how}})
